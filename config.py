@@ -1,0 +1,92 @@
+"""Every value a user edits, in one place.
+
+Order of precedence: a script's command-line flag, then the environment variable ``PHI_TRITON_<NAME>``, then this file.
+A value of the wrong type or range ends the program with one line that names it (exit code 2).
+"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+
+# --- The model -------------------------------------------------------------------------------------------------------
+
+# A checkpoint directory (absolute, or relative to this file), or "random:<preset>" for random weights of a published
+# shape: random:phi-3-mini-4k, random:phi-3-mini-128k, random:phi-3-medium-4k, random:phi-4-mini, random:tiny.
+MODEL_PATH = "checkpoints/demo"
+
+# "float16", "bfloat16" or "float32". "auto" takes float16 on a GPU and float32 on the CPU.
+DTYPE = "auto"
+
+# "cuda", "cuda:1", "cpu". "auto" takes the GPU when there is one.
+DEVICE = "auto"
+
+# --- Generation ------------------------------------------------------------------------------------------------------
+
+# Positions that the KV cache holds: prompt and new tokens together. Memory grows in proportion
+# (Phi-3 Mini in float16: 393,216 bytes per position, so 192 MiB for 512).
+MAX_SEQ_LEN = 512
+
+PROMPT = "Explain in simple words why the sky is blue."
+
+# Tokens to generate. Without a GPU the scripts make fewer unless --new-tokens says otherwise.
+NEW_TOKENS = 256
+
+# Seed of random weights, random inputs and sampling.
+SEED = 0
+
+# --- Kernels ---------------------------------------------------------------------------------------------------------
+
+# Key positions that the decode kernel loads per step of its loop: a power of two from 16 to 256. On small GPUs (an RTX
+# 4060, say) 128 spills registers at head_dim 96 and 64 does not: benchmarks/kernel_resources.py shows it.
+BLOCK_T = 64
+
+# --- Measuring -------------------------------------------------------------------------------------------------------
+
+# Calls before the clock starts: compilation, cache warm-up, clock ramp.
+WARMUP = 10
+
+# Timed samples; the median is reported and all of them are kept in the result file.
+ITERATIONS = 50
+
+# Where scripts write results/<gpu>/<script>.json (absolute, or relative to this file).
+RESULTS_DIR = "results"
+
+# --- Overrides (nothing to edit below) -------------------------------------------------------------------------------
+
+CHOICES = {
+    "DTYPE": ("auto", "float16", "bfloat16", "float32"),
+    "BLOCK_T": (16, 32, 64, 128, 256),
+}
+MINIMUM = {"MAX_SEQ_LEN": 1, "NEW_TOKENS": 1, "SEED": 0, "WARMUP": 0, "ITERATIONS": 1}
+NAMES = tuple(name for name in list(globals()) if name.isupper() and name not in ("ROOT", "CHOICES", "MINIMUM"))
+
+
+def check(name, value):
+    """Return ``value`` converted to the type of setting ``name``; ValueError names the setting, value and limit."""
+    kind = type(globals()[name])
+    try:
+        value = kind(value)
+    except ValueError:
+        expected = "a whole number" if kind is int else kind.__name__
+        raise ValueError(f"{name} must be {expected}, got {value!r}") from None
+    if name in CHOICES and value not in CHOICES[name]:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, CHOICES[name]))}, got {value!r}")
+    if name in MINIMUM and value < MINIMUM[name]:
+        raise ValueError(f"{name} must be at least {MINIMUM[name]}, got {value}")
+    return value
+
+
+def _apply_environment():
+    for name in NAMES:
+        text = os.environ.get(f"PHI_TRITON_{name}")
+        source = "config.py" if text is None else f"environment variable PHI_TRITON_{name}"
+        try:
+            globals()[name] = check(name, globals()[name] if text is None else text)
+        except ValueError as error:
+            print(f"error: {source}: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+
+_apply_environment()

@@ -1,0 +1,103 @@
+"""What a launch needs to know about the GPU, in one place, so that launch choices stay pure functions of it."""
+
+import functools
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import INTERPRETED
+
+
+class DeviceInfo(NamedTuple):
+    """capability: (major, minor); sm_count: multiprocessors; shared_memory: bytes that one block may take."""
+
+    capability: tuple[int, int]
+    sm_count: int
+    shared_memory: int
+
+
+# Bytes of shared memory that one block may opt in to, by compute capability (CUDA C++ Programming Guide, table of
+# technical specifications per compute capability).
+SHARED_MEMORY = {
+    (7, 5): 65536,
+    (8, 0): 166912,
+    (8, 6): 101376,
+    (8, 7): 166912,
+    (8, 9): 101376,
+    (9, 0): 232448,
+    (10, 0): 232448,
+    (12, 0): 101376,
+}
+
+# Stands in where no GPU is: the interpreter takes the launch choices of a small Ada card (RTX 4060: 24 SMs).
+NO_GPU = DeviceInfo((8, 9), 24, SHARED_MEMORY[8, 9])
+
+_override = None
+
+
+@functools.cache
+def _cuda_device_info(index):
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    shared = getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY.get(capability, 101376))
+    return DeviceInfo(capability, properties.multi_processor_count, shared)
+
+
+def device_info(device):
+    """DeviceInfo of a torch.device; that of a small card where no GPU is."""
+    if _override is not None:
+        return _override
+    if device.type != "cuda":
+        return NO_GPU
+    return _cuda_device_info(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@contextmanager
+def pretend_device(info):
+    """Within the block every launch choice is made for ``info`` (ahead-of-time compilation, tests of the choices)."""
+    global _override
+    before, _override = _override, info
+    try:
+        yield
+    finally:
+        _override = before
+
+
+@triton.jit
+def _copy_kernel(source_ptr, target_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    values = tl.load(source_ptr + offsets, mask=offsets < n, other=0.0)
+    tl.store(target_ptr + offsets, values, mask=offsets < n)
+
+
+@functools.cache
+def _check_interpreter():
+    """Triton before 3.2 loses every interpreted store under NumPy 2, silently: copy 1..16 once and look."""
+    source = torch.arange(1, 17, dtype=torch.float32)
+    target = torch.zeros(16)
+    _copy_kernel[(1,)](source, target, 16, BLOCK=16)
+    if not torch.equal(source, target):
+        raise RuntimeError("Triton's interpreter loses stores here: install triton >= 3.2 (or numpy < 2)")
+
+
+def check_launchable(**tensors):
+    """Raise ValueError where a kernel cannot run on these tensors: mixed devices, or CPU without the interpreter."""
+    if _override is not None:
+        return
+    devices = {tensor.device for tensor in tensors.values()}
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        raise ValueError(f"all tensors must be on one device, got {places}")
+    device = devices.pop()
+    if device.type == "cpu":
+        if not INTERPRETED:
+            raise ValueError(
+                "CPU tensors need Triton's interpreter: set TRITON_INTERPRET=1 before Python starts, "
+                "or move the tensors to a CUDA device"
+            )
+        _check_interpreter()
+    elif device.type != "cuda":
+        raise ValueError(f"the kernels run on CUDA devices or, interpreted, on the CPU; got {device}")

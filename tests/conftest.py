@@ -1,0 +1,43 @@
+"""Shared by all tests: kernels first (they decide about the interpreter), fixed seeds, NaN in fresh memory."""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+import kernels  # noqa: F401  before anything that imports triton
+
+
+def pytest_collection_modifyitems(items):
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """torch.empty returns NaN: an output element that a kernel forgets fails the test instead of passing by luck."""
+    before = torch.utils.deterministic.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before[0]
+    torch.use_deterministic_algorithms(before[1])
+
+
+@pytest.fixture
+def device():
+    """The device under test: the GPU where there is one, else the CPU (interpreted kernels)."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
