@@ -1,6 +1,7 @@
 """What every script shares: settings as flags, the header, tables, and errors as one line with exit code 2."""
 
 import argparse
+import os
 import platform
 import sys
 
@@ -13,20 +14,24 @@ class UsageError(Exception):
     """Bad input or configuration: printed as one line, exit code 2."""
 
 
-def parser(doc, *settings, **flags):
+def parser(doc, *settings, without_gpu=None):
     """An ArgumentParser with the first paragraph of ``doc`` and a flag for each named setting of config.py.
 
     settings: names in config.py; MAX_SEQ_LEN becomes ``--max-seq-len`` whose default is config's value.
+    without_gpu: {name: limit}, smaller defaults where kernels are interpreted; flags and environment variables win.
     """
     result = argparse.ArgumentParser(
-        description=doc.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, **flags
+        description=doc.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     for name in settings:
+        default = getattr(config, name)
+        if name in (without_gpu or {}) and not torch.cuda.is_available() and f"PHI_TRITON_{name}" not in os.environ:
+            default = min(default, without_gpu[name])
         result.add_argument(
             "--" + name.lower().replace("_", "-"),
             type=_setting_type(name),
-            default=getattr(config, name),
-            metavar=type(getattr(config, name)).__name__.upper(),
+            default=default,
+            metavar=type(default).__name__.upper(),
             help=f"config.{name}",
         )
     return result
@@ -75,6 +80,11 @@ def resolve_dtype(name, device):
     if name == "bfloat16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise UsageError("DTYPE bfloat16 needs compute capability 8.0 or newer; use float16 on this GPU")
     return getattr(torch, name)
+
+
+def dtype_name(dtype):
+    """torch.float16 -> "float16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def machine():

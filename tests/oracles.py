@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from model.accuracy import judge
 from model.decode_attention_ref import attention_ref
 
 
@@ -22,22 +23,9 @@ def sdpa_explicit(q, k, v, *, causal=True, scale=None, window=None):
 
 
 def assert_close_to_reference(out, reference, native, *, factor=1.5, what="out"):
-    """``out``'s error against the float64 ``reference`` is at most ``factor`` times that of ``native``.
-
-    native: the same quantity computed by an ordinary PyTorch program in out's dtype. Both the largest absolute and the
-    relative (Frobenius) error count; one rounding band of the dtype is granted, so that an exact ``native`` is no trap.
-    """
-    assert out.dtype == native.dtype, f"{what}: dtype {out.dtype}, expected {native.dtype}"
-    assert torch.isfinite(out).all(), f"{what} is not finite"
-    out64, native64, reference = out.double(), native.double(), reference.double()
-    band = torch.finfo(out.dtype).eps
-    error, native_error = (out64 - reference).abs().max(), (native64 - reference).abs().max()
-    limit = factor * native_error + band * reference.abs().max()
-    assert error <= limit, f"{what}: max error {error:.3e}, native {native_error:.3e}, limit {limit:.3e}"
-    norm = reference.norm()
-    error, native_error = (out64 - reference).norm(), (native64 - reference).norm()
-    limit = factor * native_error + band * norm
-    assert error <= limit, f"{what}: relative error {error / norm:.3e}, native {native_error / norm:.3e}"
+    """``out`` is as near to the float64 ``reference`` as ``factor`` times ``native`` is (see model/accuracy.py)."""
+    accuracy = judge(out, reference, native, factor=factor)
+    assert accuracy.ok, f"{what}: {accuracy}"
 
 
 def attention_reference64(q, k, v, **kwargs):

@@ -1,0 +1,51 @@
+"""When a kernel is right: its error against a float64 reference is near that of an ordinary PyTorch program.
+
+A fixed tolerance ("max difference under 0.01") passes a kernel that skips the newest key of a long cache. The bar here
+is the error of a native program in the same dtype on the same inputs.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from kernels import INTERPRETED
+
+# Triton's interpreter truncates to bfloat16 where a GPU rounds to nearest: up to twice the error per rounding, and all of
+# it to one side. Measured there: up to 4 times SDPA's error, so the bar is this much wider, in the interpreter only.
+INTERPRETED_BFLOAT16_SLACK = 3.0
+
+
+class Accuracy(NamedTuple):
+    """Errors against float64 of the tested and of the native program: largest absolute, and relative (Frobenius)."""
+
+    ok: bool
+    max_error: float
+    native_max_error: float
+    relative_error: float
+    native_relative_error: float
+
+    def __str__(self):
+        return (
+            f"max error {self.max_error:.3e} (native {self.native_max_error:.3e}), "
+            f"relative {self.relative_error:.3e} (native {self.native_relative_error:.3e})"
+        )
+
+
+def judge(out, reference, native, *, factor=1.5):
+    """Accuracy of ``out``; ok when both errors are at most ``factor`` times the native ones, and all is finite.
+
+    reference: float64; native: the same quantity by an ordinary PyTorch program in out's dtype. A fraction of the
+    dtype's rounding step is granted on top, since a native program can be exact by luck.
+    """
+    out64, native64, reference = out.double(), native.double(), reference.double()
+    eps = torch.finfo(out.dtype).eps
+    if INTERPRETED and out.dtype == torch.bfloat16:
+        factor *= INTERPRETED_BFLOAT16_SLACK
+    peak, norm = float(reference.abs().max()), float(reference.norm())
+    max_error, native_max = (float((x - reference).abs().max()) for x in (out64, native64))
+    error, native_error = (float((x - reference).norm()) for x in (out64, native64))
+    # Written so that NaN fails.
+    ok = max_error <= factor * native_max + eps / 4 * peak and error <= factor * native_error + eps / 16 * norm
+    ok = ok and out.dtype == native.dtype and bool(torch.isfinite(out).all())
+    relative = norm if norm > 0 else 1.0
+    return Accuracy(ok, max_error, native_max, error / relative, native_error / relative)

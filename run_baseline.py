@@ -1,0 +1,99 @@
+"""Step 3: generate text with the Triton decode path, then with Hugging Face, and compare token by token.
+
+Streams the text of this project's loop, prints its time per token, then Hugging Face's, and ends with the verdict: in
+float32 the tokens have to be equal, in 16 bit they may part at a near tie (model/token_check.py). Exits 1 otherwise.
+
+    python run_baseline.py
+    python run_baseline.py --prompt "Write a haiku about caches." --new-tokens 100
+    python run_baseline.py --model-path random:phi-3-mini-4k --path graph
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+
+import cli
+from kv_cache.kv_layout import KVCache
+from model.generate import PATHS, generate
+from model.load_model import load_model, load_tokenizer
+from model.phi3_decode import hf_generate
+from model.token_check import check_tokens, forced_logits
+
+
+def encode(tokenizer, prompt):
+    """Token ids [1, S] of ``prompt``, inside the checkpoint's chat template where it has one.
+
+    Tokenised once: the same ids go to both programs, since decoding and encoding again need not give them back.
+    """
+    if not prompt.strip():
+        raise cli.UsageError("PROMPT is empty: give at least one word")
+    text, special = prompt, True
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        text, special = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), False
+    return tokenizer(text, add_special_tokens=special, return_tensors="pt").input_ids
+
+
+def stream_generation(model, tokenizer, input_ids, args, kv_cache):
+    """Generate on ``args.path`` with the text printed as it comes; return (ids [1, N], ms per decoded token)."""
+    from transformers import TextStreamer
+
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+    times = []
+
+    def on_token(ids):
+        times.append(time.perf_counter())
+        streamer.put(ids)
+
+    ids = generate(model, input_ids, args.new_tokens, path=args.path, kv_cache=kv_cache, on_token=on_token)
+    streamer.end()
+    # The first token comes from the prefill; the steps are what lies between the others.
+    steps = len(times) - 1
+    return ids, (times[-1] - times[0]) / steps * 1e3 if steps else float("nan")
+
+
+def main():
+    arguments = cli.parser(
+        __doc__, "MODEL_PATH", "DTYPE", "DEVICE", "MAX_SEQ_LEN", "PROMPT", "NEW_TOKENS", "SEED",
+        without_gpu={"NEW_TOKENS": 32},
+    )  # fmt: skip
+    arguments.add_argument("--path", choices=PATHS, default="triton", help="the rung of the decode ladder")
+    args = arguments.parse_args()
+    cli.header("step 3", f"generate text on the {args.path} path and compare it with Hugging Face generate")
+    device = cli.resolve_device(args.device)
+    dtype = cli.resolve_dtype(args.dtype, device)
+    torch.manual_seed(args.seed)
+    tokenizer = load_tokenizer(args.model_path)
+    input_ids = encode(tokenizer, args.prompt)
+    model = load_model(args.model_path, dtype=dtype, device=device)
+    input_ids = input_ids.to(device)
+    kv_cache = KVCache.from_config(model.config, args.max_seq_len, dtype=dtype, device=device)
+    kv_cache.check_fits(input_ids.shape[1] + args.new_tokens - 1)
+    print(f"{args.model_path}, {cli.dtype_name(dtype)}, prompt of {input_ids.shape[1]} tokens: {args.prompt}\n")
+
+    print(f"--- this project, path {args.path}")
+    ids, ms = stream_generation(model, tokenizer, input_ids, args, kv_cache)
+    print(f"--- {ids.shape[1]} tokens, {ms:.2f} ms per token\n")
+
+    print("--- Hugging Face generate")
+    start = time.perf_counter()
+    hf_ids, hf_logits = hf_generate(model, input_ids, ids.shape[1])
+    seconds = time.perf_counter() - start
+    print(tokenizer.decode(hf_ids[0], skip_special_tokens=True))
+    print(f"--- {hf_ids.shape[1]} tokens, {seconds / hf_ids.shape[1] * 1e3:.2f} ms per token, prefill included\n")
+
+    kv_cache.reset()
+    logits = forced_logits(model, input_ids, hf_ids, path=args.path, kv_cache=kv_cache)
+    check = check_tokens(model, input_ids, hf_ids, hf_logits, logits)
+    same = torch.equal(ids, hf_ids.cpu())
+    if dtype == torch.float32 and not same:
+        return cli.verdict(False, f"the streamed tokens differ from Hugging Face's; {check}")
+    return cli.verdict(check.ok, str(check))
+
+
+if __name__ == "__main__":
+    cli.run(main)
