@@ -1,0 +1,456 @@
+"""Decode attention against float64, judged by SDPA's own error in the same dtype; then one test per property.
+
+On the CPU the kernels run interpreted on a thinned matrix; ``make test-gpu`` runs the whole of it on the device.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import config
+from kernels.decode_attention_wrapper import choose_launch, decode_attention, decode_attention_with_lse
+from kernels.device import NO_GPU, DeviceInfo, pretend_device
+from model.decode_attention_ref import attention_ref, decode_attention_ref
+from tests.oracles import assert_close_to_reference, sdpa_explicit
+
+ROOT = Path(__file__).resolve().parent.parent
+H200 = DeviceInfo((9, 0), 132, 232448)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def make_inputs(B, Hq, Hkv, D, T_max, *, dtype=torch.float32, device="cpu"):
+    q = torch.randn(B, Hq, D, device=device).to(dtype)
+    k_cache, v_cache = (torch.randn(B, Hkv, T_max, D, device=device).to(dtype) for _ in range(2))
+    return q, k_cache, v_cache
+
+
+def poison(cache, lengths, window=None):
+    """NaN wherever the query of each sequence must not look."""
+    for b, length in enumerate(lengths):
+        cache[b, :, length:] = float("nan")
+        if window is not None:
+            cache[b, :, : max(length - window, 0)] = float("nan")
+
+
+def check(q, k_cache, v_cache, lengths, *, out=None, window=None, scale=None, **kwargs):
+    """decode_attention over poisoned caches against float64, by the error of SDPA on the visible keys alone."""
+    poison(k_cache, lengths, window)
+    poison(v_cache, lengths, window)
+    if len(set(lengths)) == 1:
+        cache_len = lengths[0]
+    else:
+        cache_len = torch.tensor(lengths, dtype=torch.int32, device=q.device)
+    if out is None:
+        out = decode_attention(q, k_cache, v_cache, cache_len, window=window, scale=scale, **kwargs)
+    for b, length in enumerate(lengths):
+        first = 0 if window is None else max(length - window, 0)
+        k, v = k_cache[b : b + 1, :, first:length], v_cache[b : b + 1, :, first:length]
+        row = q[b : b + 1, :, None]
+        reference = attention_ref(row.double(), k.double(), v.double(), scale=scale)[:, :, 0]
+        native = sdpa_explicit(row, k, v, scale=scale)[:, :, 0] if length else torch.zeros_like(row[:, :, 0])
+        assert_close_to_reference(out[b : b + 1], reference, native, what=f"out[{b}], length {length}")
+
+
+# --- Right answers ---------------------------------------------------------------------------------------------------
+
+HEADS = ((4, 4), (4, 2), (8, 1))
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 129, 200, 1000)
+HEAD_DIMS = (16, 40, 64, 72, 80, 96, 112, 128, 160, 256)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", (1, 17, 63, 64, 65, 129, 200))
+def test_lengths(length, dtype, device):
+    inputs = make_inputs(2, 4, 2, 96, length + 5, dtype=dtype, device=device)
+    check(*inputs, [length] * 2)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_head_dims(head_dim, device):
+    check(*make_inputs(2, 4, 2, head_dim, 80, device=device), [17, 70])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("Hq, Hkv", (*HEADS, (32, 32), (32, 8), (40, 10), (48, 2)))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_whole_matrix(Hq, Hkv, head_dim, dtype, device):
+    for length in (*LENGTHS, 333, 4096, 5000):
+        for window in (None, 100):
+            inputs = make_inputs(2, Hq, Hkv, head_dim, length + 70, dtype=dtype, device=device)
+            check(*inputs, [length, length + 70], window=window)
+
+
+@pytest.mark.parametrize(
+    "Hq, Hkv", ((4, 4), (24, 8), (40, 10), (48, 2), (24, 1), (32, 1), (71, 1), (128, 1)), ids=lambda n: str(n)
+)
+def test_each_query_head_reads_its_own_kv_head(Hq, Hkv, device):
+    """V is the KV head's number everywhere, so the output names the head that was read; NaN around it stays."""
+    D, length = 16, 21
+    q, k_cache, v_cache = make_inputs(2, Hq, Hkv, D, 32, device=device)
+    v_cache[:] = torch.arange(Hkv, device=device)[None, :, None, None]
+    guarded = torch.full((2, Hq + 2, D), float("nan"), device=device)
+    decode_attention(q, k_cache, v_cache, length, out=guarded[:, 1:-1])
+    expected = (torch.arange(Hq, device=device) // (Hq // Hkv)).float()
+    torch.testing.assert_close(guarded[:, 1:-1], expected[None, :, None].expand(2, Hq, D), rtol=0, atol=1e-5)
+    assert guarded[:, (0, -1)].isnan().all()
+
+
+def test_random_values_with_an_odd_group(device):
+    check(*make_inputs(1, 71, 1, 64, 70, dtype=torch.float16, device=device), [69])
+    check(*make_inputs(1, 12, 4, 64, 70, dtype=torch.float16, device=device), [69])
+
+
+def mean_position(length, window, device):
+    """Equal scores and V[t] = t: the output is the mean visible position."""
+    q, k_cache, v_cache = make_inputs(1, 2, 1, 16, length + 1, device=device)
+    k_cache[:] = 0
+    v_cache[:] = torch.arange(length + 1, device=device)[:, None]
+    return decode_attention(q, k_cache, v_cache, length, window=window)
+
+
+@pytest.mark.parametrize("length, mean", ((2048, 1024.0), (2047, 1023.0), (2046, 1022.5)))
+def test_window_counts_the_newest_position(length, mean, device):
+    out = mean_position(length, 2047, device)
+    torch.testing.assert_close(out, torch.full_like(out, mean), rtol=0, atol=0.01)
+
+
+def test_query_sees_the_last_key(device):
+    """PyTorch's is_causal would align one query with the first key and give 0."""
+    out = mean_position(5, None, device)
+    torch.testing.assert_close(out, torch.full_like(out, 2.0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", (1, 5, 64, 65, 300))
+def test_window(window, device):
+    check(*make_inputs(2, 4, 2, 64, 200, device=device), [30, 199], window=window)
+
+
+def test_lengths_differ_and_one_is_zero(device):
+    lengths = [0, 1, 17, 300]
+    q, k_cache, v_cache = make_inputs(4, 4, 2, 64, 320, device=device)
+    check(q, k_cache, v_cache, lengths)
+    cache_len = torch.tensor(lengths, dtype=torch.int32, device=device)
+    out, lse = decode_attention_with_lse(q, k_cache, v_cache, cache_len)
+    assert (out[0] == 0).all() and (lse[0] == float("-inf")).all()
+    assert lse[1:].isfinite().all()
+
+
+def test_length_zero(device):
+    q, k_cache, v_cache = make_inputs(2, 4, 2, 64, 8, device=device)
+    poison(k_cache, [0, 0])
+    assert (decode_attention(q, k_cache, v_cache, 0) == 0).all()
+
+
+def test_device_lengths_are_clamped_to_the_cache(device):
+    q, k_cache, v_cache = make_inputs(2, 2, 1, 32, 20, device=device)
+    beyond = torch.tensor([1000, -3], dtype=torch.int32, device=device)
+    out = decode_attention(q, k_cache, v_cache, beyond)
+    assert torch.equal(out[0], decode_attention(q, k_cache, v_cache, 20)[0])
+    assert (out[1] == 0).all()
+
+
+def test_scale(device):
+    check(*make_inputs(1, 4, 4, 96, 70, device=device), [66], scale=0.3)
+
+
+def test_large_scores_do_not_overflow(device):
+    q, k_cache, v_cache = make_inputs(1, 2, 2, 64, 70, device=device)
+    check(q * 100, k_cache, v_cache, [70])
+
+
+def test_lse_is_natural_and_merges(device):
+    q, k_cache, v_cache = make_inputs(1, 4, 2, 64, 256, device=device)
+    out, lse = decode_attention_with_lse(q, k_cache, v_cache, 256)
+    _, expected = attention_ref(
+        q[:, :, None].double(), k_cache.double(), v_cache.double(), causal=False, return_lse=True
+    )
+    torch.testing.assert_close(lse.double(), expected[:, :, 0], rtol=0, atol=1e-4)
+    head, head_lse = decode_attention_with_lse(q, k_cache[:, :, :200], v_cache[:, :, :200], 200)
+    tail, tail_lse = decode_attention_with_lse(q, k_cache[:, :, 200:], v_cache[:, :, 200:], 56)
+    head_share = torch.sigmoid(head_lse - tail_lse)[..., None]
+    torch.testing.assert_close(head * head_share + tail * (1 - head_share), out, rtol=0, atol=1e-5)
+
+
+def test_autoregressive_steps_equal_the_rows_of_a_prefill(device):
+    """Position by position after each cache write, against causal attention over the whole sequence."""
+    T = 33
+    _, k_cache, v_cache = make_inputs(1, 4, 2, 64, T, device=device)
+    queries = torch.randn(1, 4, T, 64, device=device)
+    reference = attention_ref(queries.double(), k_cache.double(), v_cache.double())
+    written_k, written_v = torch.full_like(k_cache, float("nan")), torch.full_like(v_cache, float("nan"))
+    for position in range(T):
+        written_k[:, :, position], written_v[:, :, position] = k_cache[:, :, position], v_cache[:, :, position]
+        out = decode_attention(queries[:, :, position], written_k, written_v, position + 1)
+        torch.testing.assert_close(out.double(), reference[:, :, position], rtol=0, atol=1e-5)
+
+
+# --- Memory layouts --------------------------------------------------------------------------------------------------
+
+
+def layouts(q, k_cache, v_cache):
+    B, Hq, D = q.shape
+    T = k_cache.shape[2]
+    fused = torch.cat([q, k_cache[:, :, 0], v_cache[:, :, 0]], dim=1).flatten(1)
+    yield "q: slice of a fused projection", fused[:, : Hq * D].view(B, Hq, D), k_cache, v_cache
+    by_time = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k_cache, v_cache)]
+    yield "caches: [B, T, Hkv, D] storage", q, *by_time
+    longer = [torch.nn.functional.pad(x, (0, 0, 0, 9), value=float("nan"))[:, :, :T] for x in (k_cache, v_cache)]
+    yield "caches: view of a longer buffer", q, *longer
+    both = torch.stack([k_cache, v_cache], dim=3)
+    yield "caches: interleaved k and v", q, both[:, :, :, 0], both[:, :, :, 1]
+
+
+def test_views_give_the_same_bits(device):
+    inputs = make_inputs(2, 4, 2, 64, 70, dtype=torch.float16, device=device)
+    expected = decode_attention(*inputs, 67)
+    for name, q, k_cache, v_cache in layouts(*inputs):
+        assert torch.equal(decode_attention(q, k_cache, v_cache, 67), expected), name
+    q, k_cache, v_cache = inputs
+    expanded = [x[:1].expand(2, -1, -1, -1) for x in (k_cache, v_cache)]
+    repeated = [x.contiguous() for x in expanded]
+    assert torch.equal(decode_attention(q, *expanded, 67), decode_attention(q, *repeated, 67))
+
+
+def test_out_is_written_through_its_strides(device):
+    inputs = make_inputs(2, 4, 2, 64, 40, device=device)
+    buffer = torch.full((4, 2, 128), float("nan"), device=device)
+    out = buffer.transpose(0, 1)[:, :, :64]
+    assert decode_attention(*inputs, 33, out=out) is out
+    assert torch.equal(out, decode_attention(*inputs, 33))
+    assert buffer[:, :, 64:].isnan().all()
+
+
+def run_python(code, **environment):
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, f"exit {result.returncode}\n{result.stdout}\n{result.stderr[-2000:]}"
+    return result.stdout
+
+
+def test_offsets_beyond_32_bits():
+    """The third sequence lies 2^31 elements into the storage; a wrapped offset dies with a segmentation fault."""
+    run_python(
+        """
+import torch, kernels
+from kernels.decode_attention_wrapper import decode_attention
+B, Hkv, T, D = 3, 1, 40, 64
+device = "cuda" if torch.cuda.is_available() else "cpu"
+storage = [torch.empty(2**31 + 4096, dtype=torch.float16, device=device) for _ in range(2)]
+caches = [x.as_strided((B, Hkv, T, D), (2**30, T * D, D, 1)) for x in storage]
+q = torch.randn(B, 2, D, device=device).half()
+small = [torch.randn(1, Hkv, T, D, device=device).half() for _ in range(2)]
+for cache, values in zip(caches, small):
+    cache[2] = values[0]
+lengths = torch.tensor([0, 0, T], dtype=torch.int32, device=device)
+out = decode_attention(q, *caches, lengths)
+assert torch.equal(out[2:], decode_attention(q[2:], *small, lengths[2:]))
+"""
+    )
+
+
+# --- Launch choices and compilation ----------------------------------------------------------------------------------
+
+
+def test_launch_choices():
+    for device in (H200, NO_GPU, DeviceInfo((7, 5), 40, 65536)):
+        for group_size in (1, 3, 4, 24, 32, 71, 128):
+            for head_dim in (16, 96, 128, 256):
+                for dtype_bytes in (2, 4):
+                    choice = choose_launch(group_size, head_dim, dtype_bytes, device, block_t=128)
+                    assert 16 <= choice.block_h <= 64 and 16 <= choice.block_t <= 128
+    assert choose_launch(1, 96, 2, H200, block_t=64).block_t == 64
+    assert choose_launch(71, 96, 2, H200, block_t=64).block_h == 64
+
+
+def test_tile_comes_from_the_settings(device, monkeypatch):
+    inputs = make_inputs(1, 4, 2, 64, 300, device=device)
+    before = decode_attention(*inputs, 290)
+    monkeypatch.setattr(config, "BLOCK_T", 16)
+    after = decode_attention(*inputs, 290)
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+    assert not torch.equal(after, before), "another tile must sum in another order"
+
+
+AOT = """
+import torch, kernels
+from kernels.aot import compile_only
+from kernels.decode_attention_wrapper import decode_attention
+"""
+
+
+@pytest.mark.parametrize("capability", ((7, 5), (8, 0), (8, 9), (9, 0), (12, 0)), ids=str)
+def test_compiles_without_spills(capability):
+    run_python(
+        AOT
+        + f"""
+from kernels.device import SHARED_MEMORY
+capability = {capability}
+for dtype in (torch.float16, torch.float32):
+    for Hq, Hkv, D in ((32, 32, 96), (32, 8, 128), (71, 1, 64), (16, 4, 256)):
+        q, cache = torch.empty(1, Hq, D, dtype=dtype), torch.empty(1, Hkv, 512, D, dtype=dtype)
+        with compile_only(capability) as compiled:
+            decode_attention(q, cache, cache, 100)
+        for kernel in compiled:
+            assert kernel.shared_memory <= SHARED_MEMORY[capability], (Hq, Hkv, D, dtype, kernel[:5])
+            assert kernel.spill_bytes == 0, (Hq, Hkv, D, dtype, kernel[:5])
+assert compiled
+""",
+        TRITON_INTERPRET="0",
+    )
+
+
+def test_one_compilation_serves_every_length(tmp_path):
+    """Counted in Triton's own cache folder: 64 consecutive lengths, then powers of two up to 131072, windows too."""
+    run_python(
+        AOT
+        + f"""
+from pathlib import Path
+def compiled_kernels():
+    return len(list(Path({str(tmp_path)!r}).rglob("*.ttir")))
+q, cache = torch.empty(1, 4, 64, dtype=torch.float16), torch.empty(1, 2, 131072, 64, dtype=torch.float16)
+with compile_only((9, 0)):
+    decode_attention(q, cache, cache, 1)
+    after_first = compiled_kernels()
+    for length in [*range(2, 66), *(2**n for n in range(7, 18))]:
+        decode_attention(q, cache, cache, length)
+        decode_attention(q, cache, cache, length, window=length // 2 + 1)
+assert compiled_kernels() == after_first >= 1, (after_first, compiled_kernels())
+""",
+        TRITON_INTERPRET="0",
+        TRITON_CACHE_DIR=str(tmp_path),
+    )
+
+
+def test_fp32_products_use_full_precision():
+    out = run_python(
+        AOT
+        + """
+q, cache = torch.empty(1, 8, 64), torch.empty(1, 2, 512, 64)
+with compile_only((8, 0)) as compiled:
+    decode_attention(q, cache, cache, 100)
+print("tf32" in compiled[0].ptx)
+""",
+        TRITON_INTERPRET="0",
+    )
+    assert out.strip() == "False"
+
+
+def triton_functions(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+            yield node
+
+
+KERNEL_FILES = sorted((ROOT / "kernels").glob("*_triton.py"))
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.name)
+def test_masked_loads_say_what_they_give(path):
+    """A masked load without ``other`` is 0 in the interpreter and undefined on the GPU."""
+    loads = [
+        node
+        for function in triton_functions(ast.parse(path.read_text()))
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load"
+    ]
+    assert loads
+    for call in loads:
+        names = {keyword.arg for keyword in call.keywords}
+        assert "mask" not in names or "other" in names, f"{path.name}:{call.lineno}"
+        assert len(call.args) == 1, f"{path.name}:{call.lineno}: name the mask"
+
+
+def test_lengths_are_not_compile_time():
+    from kernels import decode_attention_triton as source
+
+    for name in ("_decode_attention_kernel",):
+        tree = ast.parse(Path(source.__file__).read_text())
+        function = next(f for f in triton_functions(tree) if f.name == name)
+        annotations = {a.arg: a.annotation for a in function.args.args}
+        decorator = ast.unparse(function.decorator_list[0])
+        for argument in ("cache_len", "T_max", "window"):
+            assert annotations[argument] is None and repr(argument) in decorator, (name, argument)
+
+
+# --- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def test_opcheck(device):
+    q, k_cache, v_cache = make_inputs(2, 4, 2, 32, 20, device=device)
+    lengths = torch.tensor([3, 20], dtype=torch.int32, device=device)
+    op = torch.ops.phi_triton.decode_attention.default
+    torch.library.opcheck(op, (q, k_cache, v_cache, 17, None, None, None))
+    torch.library.opcheck(op, (q, k_cache, v_cache, None, lengths, 0.1, 9))
+
+
+def test_compiles_into_one_graph(device):
+    q, k_cache, v_cache = make_inputs(2, 4, 2, 32, 20, device=device)
+    lengths = torch.tensor([3, 20], dtype=torch.int32, device=device)
+
+    @torch.compile(fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
+    def doubled(cache_len, out=None):
+        return decode_attention(q, k_cache, v_cache, cache_len, window=9, out=out) * 2
+
+    for cache_len in (17, 18, lengths):
+        torch.testing.assert_close(doubled(cache_len), decode_attention(q, k_cache, v_cache, cache_len, window=9) * 2)
+    out = torch.full_like(q, float("nan"))
+    doubled(18, out)
+    torch.testing.assert_close(out, decode_attention(q, k_cache, v_cache, 18, window=9))
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    (
+        (lambda a: a.update(q=a["q"][0]), r"q must be \[B, Hq, D\], got shape \[4, 32\]"),
+        (lambda a: a.update(q=a["q"][:1]), r"k_cache must be \[B=1, Hkv, T_max, D=32\]"),
+        (lambda a: a.update(q=a["q"][..., :16]), r"k_cache must be \[B=2, Hkv, T_max, D=16\]"),
+        (lambda a: a.update(v_cache=a["v_cache"][:, :, :5]), r"v_cache must have k_cache's shape"),
+        (lambda a: a.update(q=a["q"][:, :3]), r"multiple of KV heads, got 3 and 2"),
+        (lambda a: a.update(q=a["q"].half()), r"k_cache must have q's dtype torch.float16, got torch.float32"),
+        (lambda a: a.update({n: a[n].double() for n in ("q", "k_cache", "v_cache")}), r"got torch.float64"),
+        (lambda a: a.update({n: a[n][..., :8] for n in ("q", "k_cache", "v_cache")}), r"from 16 to 256, got 8"),
+        (lambda a: a.update({n: a[n].repeat_interleave(9, -1) for n in ("q", "k_cache", "v_cache")}), r"got 288"),
+        (lambda a: a.update({n: a[n][..., ::2] for n in ("q", "k_cache", "v_cache")}), r"q's last dimension .* 2"),
+        (lambda a: a.update(cache_len=21), r"from 0 to the cache's 20 positions, got 21"),
+        (lambda a: a.update(cache_len=-1), r"from 0 to the cache's 20 positions, got -1"),
+        (lambda a: a.update(cache_len=3.0), r"cache_len must be an int or an int32 tensor \[B=2\], got float"),
+        (lambda a: a.update(cache_len=torch.tensor([3, 4])), r"contiguous int32 tensor \[B=2\], got torch.int64"),
+        (lambda a: a.update(cache_len=torch.zeros(3, dtype=torch.int32)), r"int32 tensor \[B=2\], got torch.int32 \[3"),
+        (lambda a: a.update(window=0), r"window must be at least 1, got 0"),
+        (lambda a: a.update(out=torch.empty(2, 4, 16)), r"out must have q's shape \[2, 4, 32\], got \[2, 4, 16\]"),
+        (lambda a: a.update(out=torch.empty(2, 4, 32).half()), r"out must have q's dtype"),
+        (lambda a: a["q"].requires_grad_(), r"no backward"),
+        (lambda a: a.update(k_cache=a["k_cache"].to("meta")), r"one device, got .*k_cache on meta"),
+    ),
+)
+def test_bad_arguments(change, message):
+    q, k_cache, v_cache = make_inputs(2, 4, 2, 32, 20)
+    arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_len": 7}
+    change(arguments)
+    with pytest.raises(ValueError, match=message) as error:
+        decode_attention(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_bfloat16_on_turing_is_refused():
+    inputs = make_inputs(1, 2, 2, 32, 8, dtype=torch.bfloat16)
+    with pretend_device(DeviceInfo((7, 5), 40, 65536)), pytest.raises(ValueError, match="use float16"):
+        decode_attention(*inputs, 5)
+
+
+def test_reference_agrees_with_sdpa():
+    """The oracle itself, in float64, so that the two do not share a fault."""
+    q, k_cache, v_cache = (x.double() for x in make_inputs(2, 4, 2, 32, 20))
+    reference = decode_attention_ref(q, k_cache, v_cache, 17)
+    expected = sdpa_explicit(q[:, :, None], k_cache[:, :, :17], v_cache[:, :, :17])[:, :, 0]
+    torch.testing.assert_close(reference, expected)
