@@ -42,6 +42,7 @@ class KVCache:
         )
         self.k, self.v = self._storage[:, 0], self._storage[:, 1]
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.resets = 0
         self.reset()
 
     @classmethod
@@ -118,7 +119,8 @@ class KVCache:
         self.ragged = min(lengths) != max(lengths)
 
     def reset(self):
-        """Forget everything written; the memory stays."""
+        """Forget everything written; the memory stays. ``resets`` counts the calls, for who keeps a copy of the cache."""
+        self.resets += 1
         self.cur_pos = 0
         self.ragged = False
         self._end = [0] * self.num_layers

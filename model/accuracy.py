@@ -10,8 +10,8 @@ import torch
 
 from kernels import INTERPRETED
 
-# Triton's interpreter truncates to bfloat16 where a GPU rounds to nearest: up to twice the error per rounding, and all of
-# it to one side. Measured there: up to 4 times SDPA's error, so the bar is this much wider, in the interpreter only.
+# Triton's interpreter truncates to bfloat16 where a GPU rounds to nearest: up to twice the error per rounding, all of it
+# to one side. Measured there: up to 4 times SDPA's error, so the bar is this much wider, in the interpreter only.
 INTERPRETED_BFLOAT16_SLACK = 3.0
 
 

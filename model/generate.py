@@ -26,7 +26,7 @@ def make_decoder(path, model, kv_cache, **options):
     """The decoder of a rung: an object with ``step(token_ids [B]) -> logits [B, vocab]``.
 
     Those of "graph" and "fused" also have ``run(token_ids [B], num_steps) -> ids [B, num_steps]`` on the device:
-    greedy, without waiting for the host. ``options`` go to the decoder (fused: ``pdl``). ValueError for an unknown path.
+    greedy, without waiting for the host. ``options`` go to the decoder (fused: ``pdl``). ValueError: unknown path.
     """
     if path == "cat":
         return CatDecoder(model, kv_cache, **options)

@@ -67,21 +67,21 @@ class _SdpaDecoder:
 class CatDecoder(_SdpaDecoder):
     """Rung 1: each layer's K and V are concatenated anew with every token, as DynamicCache does.
 
-    The prompt is taken over from ``kv_cache`` at the first step; afterwards only its ``cur_pos`` moves.
+    What is prefilled is taken over from ``kv_cache`` at the first step; afterwards only its ``cur_pos`` moves.
     """
 
     def __init__(self, model, kv_cache):
         super().__init__(model, kv_cache)
-        self.keys, self.values = [], []
+        self.taken_over_after = None
 
     def step(self, token_ids):
         if self.kv_cache.ragged:
             raise ValueError('path "cat" has one length for the whole batch; use path="prealloc" for padded prompts')
-        if not self.keys:
-            for layer in range(self.kv_cache.num_layers):
-                k, v = self.kv_cache.get(layer)
-                self.keys.append(k.clone())
-                self.values.append(v.clone())
+        if self.taken_over_after != self.kv_cache.resets:
+            written = [self.kv_cache.get(layer) for layer in range(self.kv_cache.num_layers)]
+            self.keys = [k.clone() for k, _ in written]
+            self.values = [v.clone() for _, v in written]
+            self.taken_over_after = self.kv_cache.resets
         return super().step(token_ids)
 
     def _attend(self, layer, q, k, v):

@@ -44,5 +44,9 @@ def sdpa_attention(q, k, v, *, window=None, lengths=None):
         mask = key <= last[..., None]
         if window is not None:
             mask &= key > last[..., None] - window
-        mask = mask[:, None] if lengths is not None else mask
+    if lengths is not None:
+        # Behind a sequence's end memory may hold anything, and 0 * NaN is NaN.
+        unwritten = key >= lengths[:, None]
+        k, v = (x.masked_fill(unwritten[:, None, :, None], 0) for x in (k, v))
+        mask = mask[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
