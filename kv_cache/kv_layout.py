@@ -119,7 +119,7 @@ class KVCache:
         self.ragged = min(lengths) != max(lengths)
 
     def reset(self):
-        """Forget everything written; the memory stays. ``resets`` counts the calls, for who keeps a copy of the cache."""
+        """Forget everything written; the memory stays. ``resets`` counts the calls, for whoever keeps a copy."""
         self.resets += 1
         self.cur_pos = 0
         self.ragged = False

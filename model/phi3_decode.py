@@ -6,7 +6,6 @@ ladder shows what the loop and the cache bring before any kernel is written.
 
 import torch
 
-from model.load_model import last_logits_kwargs
 from model.phi3_decode_triton import check_step
 from model.phi3_layers import run_layers, sdpa_attention
 from model.rope import rotary_tables
@@ -35,13 +34,6 @@ def hf_generate(model, input_ids, max_new_tokens, *, attention_mask=None, eos_to
         **options,
     )
     return output.sequences[:, input_ids.shape[1] :], torch.stack([x.float() for x in output.logits], dim=1)
-
-
-@torch.no_grad()
-def hf_full_logits(model, ids, last):
-    """Logits [B, last, vocab] float32 of the last ``last`` positions of ``ids``, in one pass without any cache."""
-    limit = dict.fromkeys(last_logits_kwargs(model), last)
-    return model(ids, use_cache=False, **limit).logits[:, -last:].float()
 
 
 class _SdpaDecoder:

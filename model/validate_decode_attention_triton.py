@@ -32,7 +32,7 @@ LENGTHS = (1, 17, 63, 64, 65, 200, 511, 512, 2049, 4096)
 LENGTHS_INTERPRETED = (1, 17, 64, 65, 200)
 
 
-def validate(shape, dtype, lengths, device, *, window=None, attention=decode_attention):
+def validate(attention, shape, dtype, lengths, device, *, window=None):
     """The worst Accuracy of ``attention`` over ``lengths`` for ``shape`` = (Hq, Hkv, D)."""
     Hq, Hkv, D = shape
     results = []
@@ -62,7 +62,7 @@ def main():
     for Hq, Hkv, D, name in SHAPES:
         for dtype in dtypes:
             for window in (None, 100) if (Hq, dtype) == (32, torch.float16) else (None,):
-                worst = validate((Hq, Hkv, D), dtype, lengths, device, window=window)
+                worst = validate(decode_attention, (Hq, Hkv, D), dtype, lengths, device, window=window)
                 ok &= worst.ok
                 errors = (f"{error:.2e}" for error in worst[1:])
                 verdict = "ok" if worst.ok else "WRONG"
