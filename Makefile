@@ -43,8 +43,8 @@ setup: $(READY) $(DEMO)
 
 $(VENV)/.installed: requirements.txt requirements-dev.txt constraints.txt
 	@$(or $(PYTHON),false) -c '$(SUITABLE)' 2>/dev/null || { \
-		echo "error: $(or $(PYTHON),no python3 on the PATH) is not Python 3.10 to 3.13 with its venv module;" \
-			"install one (Debian, Ubuntu: apt-get install python3-venv) or name one: make PYTHON=/path/to/python3.12" >&2; \
+		echo "error: Python 3.10 to 3.13 with its venv module is needed (tried: $(or $(PYTHON),python3)); install it" \
+			"(Debian, Ubuntu: apt-get install python3-venv) or name one: make PYTHON=/path/to/python3.12" >&2; \
 		exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -r requirements-dev.txt -c constraints.txt

@@ -115,7 +115,7 @@ def load_tokenizer(path=None, *, trust_remote_code=False):
 
 
 def encode_prompt(tokenizer, prompt):
-    """Token ids [1, S] of ``prompt``: as the user's turn of a chat where the tokenizer has a chat template, else as it is.
+    """Token ids [1, S] of ``prompt``: a user's turn of a chat where the tokenizer has a chat template, else as it is.
 
     ValueError for an empty prompt.
     """
