@@ -95,7 +95,7 @@ def load_model(
     if path.startswith("random:"):
         model = _random_model(model_config, dtype, device, attn_implementation)
     else:
-        model = _checkpoint_model(path, dtype, device, device_map, trust_remote_code, attn_implementation)
+        model = _checkpoint_model(path, model_config, dtype, device, device_map, trust_remote_code, attn_implementation)
     return model.eval().requires_grad_(False)
 
 
@@ -114,12 +114,25 @@ def load_tokenizer(path=None, *, trust_remote_code=False):
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
 
 
+def encode_prompt(tokenizer, prompt):
+    """Token ids [1, S] of ``prompt``: a user's turn of a chat where the tokenizer has a chat template, else as it is.
+
+    ValueError for an empty prompt.
+    """
+    if not prompt.strip():
+        raise ValueError("the prompt is empty: give at least one word")
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+    return tokenizer(prompt, return_tensors="pt").input_ids
+
+
 def load_config(path=None, *, trust_remote_code=False):
     """The ``Phi3Config`` at ``path`` (a checkpoint directory or ``random:<preset>``; default ``config.MODEL_PATH``)."""
     path = settings.MODEL_PATH if path is None else str(path)
     if path.startswith("random:"):
-        fields = _preset(path)
-        return _make_config(path, fields, lambda: Phi3Config(**fields))
+        return _make_config(path, _preset(path))
     folder = _checkpoint_folder(path)
     try:
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -131,10 +144,12 @@ def load_config(path=None, *, trust_remote_code=False):
         raise ValueError(f"MODEL_PATH {path!r} is a {kind!r} model ({architecture}); only 'phi3' is supported")
     if trust_remote_code and "AutoConfig" in fields.get("auto_map", {}):
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=True)
-    return _make_config(path, fields, lambda: Phi3Config.from_pretrained(folder, local_files_only=True))
+    return _make_config(path, fields)
 
 
-def _make_config(path, fields, make):
+def _make_config(path, fields):
+    if VERSION < (5, 0):
+        fields = _old_rope_layout(fields)
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     partial = scaling.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if partial != 1.0 and VERSION < PARTIAL_ROTARY_SINCE:
@@ -144,13 +159,32 @@ def _make_config(path, fields, make):
         )
     try:
         with _quiet():
-            return make()
+            return Phi3Config.from_dict(fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"MODEL_PATH {path!r}: transformers {transformers.__version__} cannot read its config ({reason}); "
             "use the transformers version it was saved with, or a newer one"
         ) from None
+
+
+def _old_rope_layout(fields):
+    """A config.json of transformers 5 in the terms of 4, which would skip ``rope_parameters`` and take its own base."""
+    new = fields.get("rope_parameters")
+    if new is None:
+        return fields
+    fields = {name: value for name, value in fields.items() if name != "rope_parameters"}
+    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if name in new:
+            fields[name] = new[name]
+    if new.get("rope_type", "default") == "default":
+        fields["rope_scaling"] = None
+    else:
+        # Anything more in it (an explicit factor, say) goes along, for Phi3Config to refuse: 4 has no place for it.
+        elsewhere = ("rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+        others = {name: value for name, value in new.items() if name not in elsewhere}
+        fields["rope_scaling"] = {"type": new["rope_type"], **others}
+    return fields
 
 
 @contextmanager
@@ -204,10 +238,10 @@ def _random_model(model_config, dtype, device, attn_implementation):
         return AutoModelForCausalLM.from_config(model_config, **options)
 
 
-def _checkpoint_model(path, dtype, device, device_map, trust_remote_code, attn_implementation):
+def _checkpoint_model(path, model_config, dtype, device, device_map, trust_remote_code, attn_implementation):
     folder = _checkpoint_folder(path)
     _check_weight_files(folder, path)
-    options = {DTYPE_KEYWORD: dtype, "local_files_only": True}
+    options = {DTYPE_KEYWORD: dtype, "config": model_config, "local_files_only": True}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     if device_map is not None:
@@ -376,8 +410,7 @@ def hf_forward(model, input_ids, cache=None, **kwargs):
     cache = new_hf_cache() if cache is None else cache
     options = {cache_keyword(model): cache, "use_cache": True, **last_logits_kwargs(model), **kwargs}
     output = model(input_ids, **options)
-    returned = [output[name] for name in ("cache", "past_key_values") if name in output]
-    return output.logits[:, -1], returned[0] if returned else cache
+    return output.logits[:, -1], output["cache"] if "cache" in output else output["past_key_values"]
 
 
 def cache_layers(cache):
