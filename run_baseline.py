@@ -21,7 +21,7 @@ import torch
 
 import cli
 from kv_cache.kv_layout import KVCache
-from model.generate import PATHS, generate
+from model.generate import PATHS, generate, greedy
 from model.load_model import HF_APPLIES_WINDOW, load_model, load_tokenizer
 from model.phi3_decode import hf_generate
 from model.sampling import make_sampler
@@ -43,23 +43,33 @@ def encode(tokenizer, prompt):
 
 
 def stream_generation(model, tokenizer, input_ids, args, kv_cache, sampler):
-    """Generate on ``args.path`` with the text printed as it comes; return (ids [1, N], ms per decoded token)."""
+    """Generate on ``args.path`` with the text printed as it comes -> (ids [1, N], logits [1, N, vocab], ms per token).
+
+    The logits are None on paths that choose their tokens on the GPU and show none on the way.
+    """
     from transformers import TextStreamer
 
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)
     times = []
+    logits = []
+
+    def record(ids, step_logits):
+        logits.append(step_logits.float())
+        return greedy(step_logits) if sampler is None else sampler(ids, step_logits)
 
     def on_token(ids):
         times.append(time.perf_counter())
         streamer.put(ids)
 
+    choose = sampler if args.path in ("graph", "fused") else record
     ids = generate(
-        model, input_ids, args.new_tokens, path=args.path, kv_cache=kv_cache, on_token=on_token, sampler=sampler
+        model, input_ids, args.new_tokens, path=args.path, kv_cache=kv_cache, on_token=on_token, sampler=choose
     )
     streamer.end()
     # The first token comes from the prefill; the steps are what lies between the others.
     steps = len(times) - 1
-    return ids, (times[-1] - times[0]) / steps * 1e3 if steps else float("nan")
+    ms = (times[-1] - times[0]) / steps * 1e3 if steps else float("nan")
+    return ids, torch.stack(logits, dim=1) if logits else None, ms
 
 
 def main():
@@ -89,7 +99,7 @@ def main():
     print(f"{args.model_path}, {cli.dtype_name(dtype)}, prompt of {input_ids.shape[1]} tokens: {args.prompt}\n")
 
     print(f"--- this project, path {args.path}")
-    ids, ms = stream_generation(model, tokenizer, input_ids, args, kv_cache, sampler)
+    ids, logits, ms = stream_generation(model, tokenizer, input_ids, args, kv_cache, sampler)
     print(f"--- {ids.shape[1]} tokens, {ms:.2f} ms per token\n")
 
     print("--- Hugging Face generate")
@@ -104,10 +114,12 @@ def main():
         return cli.verdict(
             True, f"not compared: this transformers ignores Phi-3's window of {window} (4.46 applies it)"
         )
-    kv_cache.reset()
-    logits = forced_logits(model, input_ids, hf_ids, path=args.path, kv_cache=kv_cache)
+    same = torch.equal(ids, hf_ids)
+    if not same or logits is None:
+        kv_cache.reset()
+        logits = forced_logits(model, input_ids, hf_ids, path=args.path, kv_cache=kv_cache)
     check = check_tokens(model, input_ids, hf_ids, hf_logits, logits)
-    if sampler is None and dtype == torch.float32 and not torch.equal(ids, hf_ids.cpu()):
+    if sampler is None and dtype == torch.float32 and not same:
         return cli.verdict(False, f"the streamed tokens differ from Hugging Face's; {check}")
     return cli.verdict(check.ok, str(check))
 

@@ -50,7 +50,7 @@ def forced_logits(model, input_ids, forced_ids, *, path, kv_cache=None, decoder=
 
     def force(ids, logits):
         steps.append(logits.float())
-        return forced_ids[:, len(steps) - 1]
+        return forced_ids[:, len(steps) - 1].to(logits.device)
 
     options = {"path": path, "kv_cache": kv_cache, "decoder": decoder}
     generate(model, input_ids, forced_ids.shape[1], eos_token_ids=(), sampler=force, **options)
@@ -84,7 +84,7 @@ def computing_in(model, dtype):
 
 @torch.no_grad()
 def wide_logits(model, ids, last):
-    """Logits [B, last, vocab] of the last ``last`` positions of ``ids``: float32 (float64 for a float32 model), uncached.
+    """Logits [B, last, vocab] of the end of ``ids``, no cache: float32, or float64 for a float32 model.
 
     Each position counts as the end of its own sequence: those up to longrope's border come from a pass of that length.
     """
@@ -107,6 +107,7 @@ def check_tokens(model, input_ids, reference_ids, reference_logits, logits):
     reference_ids [B, N] and reference_logits [B, N, vocab] are ``hf_generate``'s.
     """
     dtype = model.model.embed_tokens.weight.dtype
+    reference_ids = reference_ids.to(input_ids.device)
     difference = (logits - reference_logits).abs().amax(dim=-1)
     top_two = reference_logits.topk(2, dim=-1).values
     gap = top_two[..., 0] - top_two[..., 1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model.extract_qkv import extract_qkv
-from tests.tiny import tiny_model
+from tests.tiny import DEVICE, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def test_a_width_that_does_not_add_up_is_refused():
 
 def test_gate_comes_before_up():
     mlp = tiny_model().model.layers[0].mlp
-    up_and_gate = torch.cat((torch.ones(96), torch.full((96,), 2.0)))
+    gate_and_up = torch.cat((torch.ones(96), torch.full((96,), 2.0))).to(DEVICE)
     seen = {}
-    hook = mlp.gate_up_proj.register_forward_hook(lambda m, i, o: up_and_gate.expand_as(o))
+    hook = mlp.gate_up_proj.register_forward_hook(lambda m, i, o: gate_and_up.expand_as(o))
     hook_down = mlp.down_proj.register_forward_pre_hook(lambda m, i: seen.update(x=i[0]))
-    mlp(torch.zeros(1, 1, 64))
+    mlp(torch.zeros(1, 1, 64, device=DEVICE))
     hook.remove()
     hook_down.remove()
     assert seen["x"].flatten()[0].item() == pytest.approx(1.462117, abs=1e-6), "swapped, it would be 1.761594"

@@ -11,7 +11,7 @@ from model.phi3_decode_triton import decode_step
 from model.phi3_prefill import prefill
 from model.sampling import make_sampler
 from model.token_check import forced_logits
-from tests.tiny import longrope_model, prompt, recomputed_generation, tiny_model
+from tests.tiny import DEVICE, longrope_model, prompt, recomputed_generation, tiny_model
 
 EAGER_PATHS = ("cat", "prealloc", "triton")
 
@@ -25,7 +25,7 @@ SHAPES = {
 
 
 def poisoned_cache(model, length, batch_size=1):
-    cache = KVCache.from_config(model.config, length, batch_size=batch_size, dtype=torch.float32, device="cpu")
+    cache = KVCache.from_config(model.config, length, batch_size=batch_size, dtype=torch.float32, device=model.device)
     cache.k.fill_(float("nan"))
     cache.v.fill_(float("nan"))
     return cache
@@ -112,14 +112,14 @@ def test_a_step_across_longropes_border_is_refused():
     cache = poisoned_cache(model, 20)
     prefill(model, prompt(16), cache)
     with pytest.raises(ValueError, match="position 16 crosses longrope's border"):
-        decode_step(model, torch.tensor([5]), cache)
+        decode_step(model, torch.tensor([5], device=DEVICE), cache)
 
 
 @pytest.mark.parametrize("path", ["prealloc", "triton"])
 def test_left_padded_batch_equals_each_prompt_alone(path):
     model = tiny_model(sliding_window=11)
     lengths = [15, 9, 1]
-    ids, mask = torch.zeros(3, 15, dtype=torch.long), torch.zeros(3, 15, dtype=torch.long)
+    ids, mask = torch.zeros(2, 3, 15, dtype=torch.long, device=DEVICE)
     expected = []
     for row, n in enumerate(lengths):
         p = prompt(n, seed=n)
@@ -130,7 +130,8 @@ def test_left_padded_batch_equals_each_prompt_alone(path):
 
 
 def test_padded_batch_on_the_cat_rung_or_across_the_border_is_refused():
-    ids, mask = prompt(8, batch=2), torch.ones(2, 8, dtype=torch.long)
+    ids = prompt(8, batch=2)
+    mask = torch.ones_like(ids)
     mask[1, :3] = 0
     with pytest.raises(ValueError, match='use path="prealloc" for padded prompts'):
         generate(tiny_model(), ids, 3, path="cat", attention_mask=mask, eos_token_ids=())
@@ -166,11 +167,11 @@ def test_decode_step_on_a_full_or_empty_cache_is_refused():
     model = tiny_model()
     cache = poisoned_cache(model, 4)
     with pytest.raises(ValueError, match="prefill a prompt first"):
-        decode_step(model, torch.tensor([5]), cache)
+        decode_step(model, torch.tensor([5], device=DEVICE), cache)
     prefill(model, prompt(4), cache)
     before = cache.k.clone()
     with pytest.raises(ValueError, match="5 positions do not fit"):
-        decode_step(model, torch.tensor([5]), cache)
+        decode_step(model, torch.tensor([5], device=DEVICE), cache)
     assert torch.equal(before, cache.k) and cache.cur_pos == 4
 
 
@@ -245,7 +246,7 @@ def test_sampling_equals_hugging_faces(path, options):
     expected = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=True, eos_token_id=None, pad_token_id=0,
         **({"top_k": 0, "top_p": 1.0, "temperature": 1.0} | options),
-    )[:, 9:]  # fmt: skip
+    )[:, 9:].cpu()  # fmt: skip
     torch.manual_seed(3)
     out = generate(model, ids, 16, path=path, eos_token_ids=(), sampler=make_sampler(**options))
     assert torch.equal(out, expected)

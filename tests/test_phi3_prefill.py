@@ -6,7 +6,7 @@ import torch
 from kv_cache.kv_layout import KVCache
 from model.load_model import cache_layers, hf_forward
 from model.phi3_prefill import prefill
-from tests.tiny import longrope_model, prompt, recomputed_logits, tiny_model
+from tests.tiny import DEVICE, longrope_model, prompt, recomputed_logits, tiny_model
 
 
 def make_cache(model, length, batch_size=1):
@@ -55,7 +55,7 @@ def test_first_chunk_of_a_long_prompt_already_has_the_long_factors():
 def test_padded_batch_equals_each_prompt_alone(side, chunk_size):
     model = tiny_model(sliding_window=8)
     lengths = [15, 9, 1]
-    ids, mask = torch.zeros(3, 15, dtype=torch.long), torch.zeros(3, 15, dtype=torch.long)
+    ids, mask = torch.zeros(2, 3, 15, dtype=torch.long, device=DEVICE)
     prompts = [prompt(n, seed=n) for n in lengths]
     for row, (n, p) in enumerate(zip(lengths, prompts, strict=True)):
         place = slice(15 - n, 15) if side == "left" else slice(0, n)
@@ -83,7 +83,7 @@ def test_errors_leave_the_cache_alone():
         prefill(model, prompt(0), cache)
     with pytest.raises(ValueError, match="9 positions do not fit a KV cache of 8"):
         prefill(model, prompt(9), cache)
-    mask = torch.tensor([[1, 0, 1]])
+    mask = torch.tensor([[1, 0, 1]], device=DEVICE)
     with pytest.raises(ValueError, match="zeros on one side"):
         prefill(model, prompt(3), cache, attention_mask=mask)
     with pytest.raises(ValueError, match=r"attention_mask must be \[1, 3\], got \[1, 2\]"):

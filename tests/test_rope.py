@@ -90,7 +90,7 @@ def test_partial_rotary_turns_the_first_dimensions_only():
 def test_rotation_equals_hugging_faces():
     from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
-    model = tiny_model()
+    model = tiny_model(device="cpu")
     q, k = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16)
     positions = torch.arange(9)
     cos, sin = rope_cos_sin(model.config, positions)
