@@ -1,0 +1,379 @@
+"""One decode step as few kernels, each near the memory's bandwidth: matrix-vector products, attention, greedy choice.
+
+Batch 1, so that every matrix product is a matrix-vector product: y = W x with W [N, K] read once from DRAM and used
+once. A layer is five launches (see fused_decode_wrapper.py):
+
+    qkv  = W_qkv rmsnorm(h)                         _matvec_kernel NORM
+    attn = attention(rope(q), cache + rope(k), v)   _rope_attention_kernel
+    h   += W_o attn                                 _matvec_kernel RESIDUAL
+    act  = silu(W_gate n) * (W_up n), n = rmsnorm(h)    _matvec_kernel NORM GATED
+    h   += W_down act                               _matvec_kernel RESIDUAL
+
+Every program issues the loads of its weights before it waits for the previous kernel (programmatic dependent launch,
+PDL: PTX ISA, griddepcontrol). What keeps that safe, in this file and for whoever adds a kernel to the chain:
+
+- Each program that does any work waits before it reads what an earlier kernel of the same token wrote, and before it
+  writes anything. So a kernel that has completed implies that all before it have: their buffers may be reused.
+- Before the wait only weights, RoPE tables, the position and *past* keys and values are read. They are older than the
+  token's first kernel, which is launched without PDL (a full edge).
+- The wait stands outside every loop that the compiler could pipeline.
+
+Sources: the fusion map follows the published CUDA-graph step for Llama-1B in msaroufim/megakernels-vs-cuda-graphs
+(llama/kernels); the split-KV scheme is Flash-Decoding (Dao et al., 2023), reduced by the last program to arrive.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LINE_BYTES = tl.constexpr(128)
+
+
+@triton.jit
+def _launch_next(PDL: tl.constexpr):
+    """Allow the next kernel's programs to start (they wait before they need this kernel's results)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _wait_for_previous(PDL: tl.constexpr):
+    """Return once the previous kernel has completed and what it wrote is visible."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _prefetch_lines(ptr, line, pair_stride, half_stride, mask):
+    """Ask L2 for cache lines of a weight, in the order in which a matvec's programs read it.
+
+    Lines 2 i and 2 i + 1 begin at i * pair_stride and half_stride elements behind it: the two halves of a gated weight,
+    which are read side by side, or simply neighbours. Lines with ``mask`` False are left alone.
+    """
+    address = ptr + (line // 2).to(tl.int64) * pair_stride + (line % 2).to(tl.int64) * half_stride
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [address, mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _load_tiles(ptr, rows, in_range, K: tl.constexpr, BLOCK_K: tl.constexpr, POLICY: tl.constexpr):
+    """Rows of a [*, K] matrix as a tuple of tiles [ROWS, BLOCK_K]: one load each, all in flight together."""
+    offs_k = tl.arange(0, BLOCK_K)
+    row_ptrs = ptr + rows.to(tl.int64)[:, None] * K
+    tiles = ()
+    for start in tl.static_range(0, K, BLOCK_K):
+        mask = in_range[:, None]
+        if start + BLOCK_K > K:
+            mask = mask & (start + offs_k < K)[None, :]
+        tiles += (tl.load(row_ptrs + (start + offs_k)[None, :], mask=mask, other=0.0, eviction_policy=POLICY),)
+    return tiles
+
+
+@triton.jit
+def _load_vector(ptr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A vector [K] as a tuple of float32 blocks [BLOCK_K], zeros behind its end."""
+    offs_k = tl.arange(0, BLOCK_K)
+    blocks = ()
+    for start in tl.static_range(0, K, BLOCK_K):
+        if start + BLOCK_K > K:
+            block = tl.load(ptr + start + offs_k, mask=start + offs_k < K, other=0.0)
+        else:
+            block = tl.load(ptr + start + offs_k)
+        blocks += (block,)
+    return blocks
+
+
+@triton.jit
+def _matvec_kernel(
+    x_ptr,  # [K]
+    gain_ptr,  # [K], RMSNorm's weight (NORM)
+    weight_ptr,  # [N, K]; GATED: [2 * N, K], the gate's rows and then the rows of "up"
+    out_ptr,  # [N]; RESIDUAL: added to
+    next_ptr,  # the weight that the next matvec reads
+    next_lines,
+    next_pair_stride,
+    next_half_stride,
+    ahead_lines,
+    N,
+    eps,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program = ROWS elements of the output, its weight rows held whole in registers while it waits for x.
+
+    The norm is recomputed by every program: x is a few KB out of L2, less than a kernel boundary costs. Its factor
+    1 / rms(x) is one number, so it multiplies the finished sums and both reductions run over the same pass.
+    """
+    if EARLY:
+        _launch_next(PDL)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_range = rows < N
+    tiles = _load_tiles(weight_ptr, rows, in_range, K, BLOCK_K, "evict_first")
+    if GATED:
+        up_tiles = _load_tiles(weight_ptr, N + rows, in_range, K, BLOCK_K, "evict_first")
+    if NORM:
+        gains = _load_vector(gain_ptr, K, BLOCK_K)
+    if PREFETCH:
+        # What the program ahead_lines further on will load, in this weight or, past its end, in the next one: DRAM has
+        # work while everybody here waits for x.
+        LINE: tl.constexpr = LINE_BYTES * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
+        HALVES: tl.constexpr = 2 if GATED else 1
+        TILE_LINES: tl.constexpr = HALVES * ROWS * K // LINE
+        line = tl.arange(0, triton.next_power_of_2(TILE_LINES))
+        in_tile = line < TILE_LINES
+        line += tl.program_id(0) * TILE_LINES + ahead_lines
+        own_lines = HALVES * N * (K // LINE)
+        pair_stride = LINE if GATED else 2 * LINE
+        half_stride = N.to(tl.int64) * K if GATED else LINE
+        beyond = line - own_lines
+        _prefetch_lines(weight_ptr, line, pair_stride, half_stride, in_tile & (beyond < 0))
+        _prefetch_lines(
+            next_ptr, beyond, next_pair_stride, next_half_stride, in_tile & (beyond >= 0) & (beyond < next_lines)
+        )
+    _wait_for_previous(PDL)
+    if not EARLY:
+        _launch_next(PDL)
+
+    xs = _load_vector(x_ptr, K, BLOCK_K)
+    if RESIDUAL:
+        residual = tl.load(out_ptr + rows, mask=in_range, other=0.0).to(tl.float32)
+    products = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
+    up_products = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_K], dtype=tl.float32)
+    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        x = xs[i].to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= gains[i].to(tl.float32)
+        products += tiles[i].to(tl.float32) * x[None, :]
+        if GATED:
+            up_products += up_tiles[i].to(tl.float32) * x[None, :]
+    # [ROWS, BLOCK_K] -> [ROWS]
+    y = tl.sum(products, axis=1)
+    if GATED:
+        up = tl.sum(up_products, axis=1)
+    if NORM:
+        inverse_rms = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        y *= inverse_rms
+        if GATED:
+            up *= inverse_rms
+    if GATED:
+        y = y * tl.sigmoid(y) * up
+    if RESIDUAL:
+        y += residual
+    tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=in_range)
+
+
+@triton.jit
+def _load_rotated(ptr, offs_d, cos, sin, D: tl.constexpr, ROTARY: tl.constexpr):
+    """One head [D] -> RoPE in float32 [D_PAD]: dims i and i + ROTARY / 2 are partners, those from ROTARY on pass."""
+    HALF: tl.constexpr = ROTARY // 2
+    partner = tl.where(offs_d < HALF, offs_d + HALF, offs_d - HALF)
+    x = tl.load(ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+    x_partner = tl.load(ptr + partner, mask=offs_d < ROTARY, other=0.0).to(tl.float32)
+    return x * cos + tl.where(offs_d < HALF, -x_partner, x_partner) * sin
+
+
+@triton.jit
+def _load_kv(ptr, start, end, offs_t, offs_d, stride_t, D: tl.constexpr):
+    """Positions start + offs_t of one head's cache -> [BLOCK_T, D_PAD]; zeros from ``end`` on."""
+    offs_t = start + offs_t
+    mask = (offs_t < end)[:, None] & (offs_d < D)[None, :]
+    return tl.load(ptr + offs_t.to(tl.int64)[:, None] * stride_t + offs_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _rope_attention_kernel(
+    qkv_ptr,  # [(HQ + 2 * HKV) * D]: q, k, v of the new token
+    cos_ptr,  # [T_max, ROTARY / 2] float32
+    sin_ptr,
+    lengths_ptr,  # [1] int32: positions in the cache, which is the new token's position
+    k_ptr,  # [HKV, T_max, D]
+    v_ptr,
+    out_ptr,  # [HQ * D]
+    partial_ptr,  # [HQ, SPLITS, D_PAD] float32: sum of weights * v
+    state_ptr,  # [HQ, SPLITS, 2] float32: running maximum (base 2) and sum of weights
+    arrived_ptr,  # [HQ] int32, zero before and after
+    next_ptr,  # the weight that the next but one matvec reads
+    next_pair_stride,
+    next_half_stride,
+    window,
+    scale,
+    stride_kh,
+    stride_kt,
+    stride_vh,
+    stride_vt,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ROTARY: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
+    EARLY: tl.constexpr,
+    IDLE_WAITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program = (query head, split): RoPE, attention over its share of the past, and the new token in the last.
+
+    The past is cut into at most SPLITS chunks of whole tiles, as few as cover it, so one launch serves every length
+    and a short context has no reduction at all. With more than one chunk, the program that arrives last adds them up,
+    always in the order of the chunks: the same bits every time. The first query head of a group writes the group's new
+    K/V row; all of them take it from qkv, so nobody reads what is being written.
+    """
+    if EARLY:
+        _launch_next(PDL)
+    head = tl.program_id(0)
+    split = tl.program_id(1)
+    kv_head = head // (HQ // HKV)
+    offs_d = tl.arange(0, D_PAD)
+    offs_t = tl.arange(0, BLOCK_T)
+    position = tl.load(lengths_ptr)
+    first = tl.maximum(position + 1 - window, 0)
+    chunk = tl.cdiv(tl.maximum(tl.cdiv(position - first, SPLITS), 1), BLOCK_T) * BLOCK_T
+    active = tl.maximum(tl.cdiv(position - first, chunk), 1)
+    if PREFETCH_LINES > 0:
+        line = (split * HQ + head) * PREFETCH_LINES + tl.arange(0, PREFETCH_LINES)
+        _prefetch_lines(next_ptr, line, next_pair_stride, next_half_stride, line >= 0)
+    if split >= active:
+        if IDLE_WAITS:
+            _wait_for_previous(PDL)
+        return
+
+    start = first + split * chunk
+    end = tl.minimum(start + chunk, position)
+    k_ptr += kv_head.to(tl.int64) * stride_kh
+    v_ptr += kv_head.to(tl.int64) * stride_vh
+    k = _load_kv(k_ptr, start, end, offs_t, offs_d, stride_kt, D)
+    v = _load_kv(v_ptr, start, end, offs_t, offs_d, stride_vt, D)
+    angle = position * (ROTARY // 2) + tl.where(offs_d < ROTARY // 2, offs_d, offs_d - ROTARY // 2)
+    cos = tl.load(cos_ptr + angle, mask=offs_d < ROTARY, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=offs_d < ROTARY, other=0.0)
+    _wait_for_previous(PDL)
+    if not EARLY:
+        _launch_next(PDL)
+
+    q = _load_rotated(qkv_ptr + head * D, offs_d, cos, sin, D, ROTARY) * (scale * LOG2_E)
+    # Rounded as the cache will hold it: later steps see the same key.
+    k_new = _load_rotated(qkv_ptr + (HQ + kv_head) * D, offs_d, cos, sin, D, ROTARY).to(k.dtype)
+    v_new = tl.load(qkv_ptr + (HQ + HKV + kv_head) * D + offs_d, mask=offs_d < D, other=0.0)
+    owns_new = split == active - 1
+    writes = owns_new & (head % (HQ // HKV) == 0)
+    tl.store(k_ptr + position.to(tl.int64) * stride_kt + offs_d, k_new, mask=writes & (offs_d < D))
+    tl.store(v_ptr + position.to(tl.int64) * stride_vt + offs_d, v_new, mask=writes & (offs_d < D))
+
+    # The softmax state starts as the new token alone, or empty. Either way the maximum is finite after one tile: an
+    # active chunk holds a past key or the new one.
+    running_max = tl.where(owns_new, tl.sum(q * k_new.to(tl.float32), axis=0), float("-inf"))
+    running_sum = tl.where(owns_new, 1.0, 0.0)
+    acc = tl.where(owns_new, v_new.to(tl.float32), 0.0)
+    for tile in range(start, end, BLOCK_T):
+        # The next tile is on its way while this one is used; past the end its mask is empty.
+        k_next = _load_kv(k_ptr, tile + BLOCK_T, end, offs_t, offs_d, stride_kt, D)
+        v_next = _load_kv(v_ptr, tile + BLOCK_T, end, offs_t, offs_d, stride_vt, D)
+        scores = tl.sum(k.to(tl.float32) * q[None, :], axis=1)
+        scores = tl.where(tile + offs_t < end, scores, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, axis=0))
+        rescale = tl.exp2(running_max - new_max)
+        weights = tl.exp2(scores - new_max)
+        running_sum = running_sum * rescale + tl.sum(weights, axis=0)
+        acc = acc * rescale + tl.sum(weights[:, None] * v.to(tl.float32), axis=0)
+        running_max = new_max
+        k = k_next
+        v = v_next
+
+    out_ptrs = out_ptr + head * D + offs_d
+    if active == 1:
+        tl.store(out_ptrs, (acc / running_sum).to(out_ptr.dtype.element_ty), mask=offs_d < D)
+        return
+    row = head * SPLITS + split
+    tl.store(partial_ptr + row * D_PAD + offs_d, acc)
+    tl.store(state_ptr + row * 2, running_max)
+    tl.store(state_ptr + row * 2 + 1, running_sum)
+    # The atomic is issued by one thread: without the barrier it would not order the other threads' stores.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu")
+    if arrived == active - 1:
+        splits = tl.arange(0, SPLITS)
+        state_ptrs = state_ptr + (head * SPLITS + splits) * 2
+        # .cg: from L2, where the other programs' stores are.
+        maxima = tl.load(state_ptrs, mask=splits < active, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(state_ptrs + 1, mask=splits < active, other=0.0, cache_modifier=".cg")
+        partials = tl.load(
+            partial_ptr + (head * SPLITS + splits)[:, None] * D_PAD + offs_d[None, :],
+            mask=(splits < active)[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weights = tl.exp2(maxima - tl.max(maxima, axis=0))
+        total = tl.sum(weights * sums, axis=0)
+        acc = tl.sum(weights[:, None] * partials, axis=0)
+        tl.store(out_ptrs, (acc / total).to(out_ptr.dtype.element_ty), mask=offs_d < D)
+        tl.store(arrived_ptr + head, 0)
+
+
+@triton.jit
+def _embed_kernel(
+    token_ptr,  # [1] int64
+    table_ptr,  # [V, N]
+    out_ptr,  # [N]
+    V,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program = BLOCK_N elements of the token's row. An id outside the vocabulary gives NaN, not a stray read."""
+    _launch_next(PDL)
+    token = tl.load(token_ptr)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = offs_n < N
+    known = (token >= 0) & (token < V)
+    row = tl.load(table_ptr + token * N + offs_n, mask=mask & known, other=float("nan"))
+    tl.store(out_ptr + offs_n, row, mask=mask)
+
+
+@triton.jit
+def _greedy_kernel(
+    logits_ptr,  # [V]
+    token_ptr,  # [1] int64
+    history_ptr,  # [T_max] int64
+    lengths_ptr,  # [1] int32
+    V,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: the lowest index of the largest logit becomes the next token, and the position moves on by one.
+
+    NaN counts as +inf, so the index is a token of the vocabulary whatever the logits are.
+    """
+    _launch_next(PDL)
+    _wait_for_previous(PDL)
+    offs_v = tl.arange(0, BLOCK_V)
+    best = tl.full([BLOCK_V], float("-inf"), dtype=tl.float32)
+    best_index = offs_v
+    for start in range(0, V, BLOCK_V):
+        logits = tl.load(logits_ptr + start + offs_v, mask=start + offs_v < V, other=float("-inf")).to(tl.float32)
+        logits = tl.where(logits != logits, float("inf"), logits)
+        # Strictly greater: among equals the earlier index stays.
+        better = logits > best
+        best = tl.where(better, logits, best)
+        best_index = tl.where(better, start + offs_v, best_index)
+    index = tl.min(tl.where(best == tl.max(best, axis=0), best_index, V), axis=0)
+    position = tl.load(lengths_ptr)
+    tl.store(token_ptr, index.to(tl.int64))
+    tl.store(history_ptr + position, index.to(tl.int64))
+    tl.store(lengths_ptr, position + 1)

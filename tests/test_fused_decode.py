@@ -1,0 +1,352 @@
+"""The fused decode kernels, each against plain PyTorch in float64 with the error of the same program in its own dtype.
+
+One case: pytest tests/test_fused_decode.py -k "matvec and tail". Launch choices and code generation need no GPU.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from oracles import assert_close_to_reference
+
+from kernels.fused_decode_wrapper import (
+    AttentionConfig,
+    MatvecConfig,
+    Prefetch,
+    attention_config,
+    attention_workspace,
+    embed,
+    greedy,
+    matvec,
+    matvec_config,
+    pdl_supported,
+    rope_attention,
+)
+from model.decode_attention_ref import attention_ref
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+EPS = 1e-5
+
+
+def rms_norm(x, gain):
+    return x * torch.rsqrt(x.pow(2).mean() + EPS) * gain
+
+
+def layer_part(x, weight, *, gain=None, gated=False, residual=None):
+    """What matvec computes, in x's dtype."""
+    if gain is not None:
+        x = rms_norm(x, gain)
+    y = weight @ x
+    if gated:
+        gate, up = y.chunk(2)
+        y = torch.nn.functional.silu(gate) * up
+    return y if residual is None else residual + y
+
+
+MATVEC_CASES = {
+    "plain": dict(N=24, K=64),
+    "norm": dict(N=24, K=64, norm=True),
+    "norm-gated": dict(N=24, K=64, norm=True, gated=True),
+    "residual": dict(N=24, K=128, residual=True),
+    "one-row": dict(N=1, K=48, norm=True),
+    "tail-of-rows-and-columns": dict(N=19, K=200, norm=True, gated=True, config=MatvecConfig(4, 64, 4)),
+    "column-tail-smaller-than-a-vector": dict(N=5, K=67, config=MatvecConfig(2, 32, 4)),
+    "phi-3-mini-width": dict(N=6, K=3072, norm=True),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", MATVEC_CASES)
+def test_matvec_matches_reference(case, dtype, device):
+    options = dict(MATVEC_CASES[case])
+    N, K, norm, gated, residual = (options.get(name, 0) for name in ("N", "K", "norm", "gated", "residual"))
+    x = torch.randn(K, dtype=dtype, device=device)
+    weight = torch.randn(2 * N if gated else N, K, dtype=dtype, device=device) * K**-0.5
+    gain = torch.rand(K, dtype=dtype, device=device) + 0.5 if norm else None
+    start = torch.randn(N, dtype=dtype, device=device)
+    inputs = dict(gain=gain, residual=start if residual else None)
+    native = layer_part(x, weight, gated=bool(gated), **inputs)
+    inputs = {name: None if value is None else value.double() for name, value in inputs.items()}
+    reference = layer_part(x.double(), weight.double(), gated=bool(gated), **inputs)
+    # Guard bands: an output in the middle of a larger buffer.
+    buffer = torch.full((N + 16,), 7.0, dtype=dtype, device=device)
+    out = buffer[8 : 8 + N]
+    out.copy_(start if residual else torch.full_like(start, float("nan")))
+    matvec(
+        x, weight, out, gain=gain, eps=EPS, gated=bool(gated), residual=bool(residual), config=options.get("config")
+    )
+    assert_close_to_reference(out, reference, native, what=case)
+    assert (buffer[:8] == 7).all() and (buffer[8 + N :] == 7).all()
+
+
+def test_norm_does_not_overflow_in_half_precision(device):
+    """Squares of 300 exceed float16's range; the norm is taken in float32."""
+    x = torch.full((64,), 300.0, dtype=torch.float16, device=device)
+    weight = torch.eye(64, dtype=torch.float16, device=device)
+    out = matvec(x, weight, torch.empty_like(x), gain=torch.ones_like(x), eps=EPS)
+    assert torch.equal(out, torch.ones_like(x))
+
+
+def rotate(x, cos, sin):
+    """RoPE of x [..., D] by cos, sin [rotary / 2]: the half-split convention, the dims behind untouched."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def attention_step(qkv, cos, sin, k_cache, v_cache, position, Hq, window=None):
+    """What rope_attention computes, in qkv's dtype: (out [Hq D], new k [Hkv, D], new v [Hkv, D])."""
+    Hkv, _, D = k_cache.shape
+    q, k, v = (part.view(-1, D) for part in qkv.split([Hq * D, Hkv * D, Hkv * D]))
+    cos, sin = cos[position].to(qkv.dtype), sin[position].to(qkv.dtype)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    keys = torch.cat([k_cache[:, :position], k[:, None]], dim=1)
+    values = torch.cat([v_cache[:, :position], v[:, None]], dim=1)
+    out = attention_ref(q[None, :, None], keys[None], values[None], window=window)
+    return out.reshape(-1), k, v
+
+
+def attention_inputs(Hq, Hkv, D, T_max, position, dtype, device, rotary=None):
+    """(qkv, cos, sin, lengths, k_cache, v_cache): the caches are NaN from ``position`` on."""
+    qkv = torch.randn((Hq + 2 * Hkv) * D, dtype=dtype, device=device)
+    angles = torch.rand(T_max, (rotary or D) // 2, device=device) * 6.28
+    lengths = torch.tensor([position], dtype=torch.int32, device=device)
+    k_cache, v_cache = (torch.full((Hkv, T_max, D), float("nan"), dtype=dtype, device=device) for _ in range(2))
+    k_cache[:, :position].normal_()
+    v_cache[:, :position].normal_()
+    return qkv, angles.cos(), angles.sin(), lengths, k_cache, v_cache
+
+
+# (Hq, Hkv, D, position, window, rotary, (splits, block_t)): odd lengths first, tile edges, one split and many.
+ATTENTION_CASES = {
+    "empty-cache": (2, 2, 16, 0, None, None, (4, 16)),
+    "one": (2, 2, 16, 1, None, None, (4, 16)),
+    "tile-minus-1": (2, 2, 16, 15, None, None, (4, 16)),
+    "tile": (2, 2, 16, 16, None, None, (4, 16)),
+    "tile-plus-1": (2, 2, 16, 17, None, None, (4, 16)),
+    "all-splits": (2, 2, 16, 64, None, None, (4, 16)),
+    "two-tiles-per-split": (2, 1, 16, 101, None, None, (4, 16)),
+    "one-split-many-tiles": (2, 2, 16, 70, None, None, (1, 16)),
+    "head-96": (2, 2, 96, 37, None, None, (4, 16)),
+    "gqa-partial-rotary": (6, 2, 16, 45, None, 12, (4, 16)),
+    "mqa-71": (5, 1, 16, 20, None, None, (2, 16)),
+    "window": (2, 2, 16, 101, 40, None, (4, 16)),
+    "window-full": (2, 2, 16, 39, 40, None, (4, 16)),
+    "window-plus-1": (2, 2, 16, 40, 40, None, (4, 16)),
+    "window-1": (2, 2, 16, 40, 1, None, (4, 16)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ATTENTION_CASES)
+def test_rope_attention_matches_reference(case, dtype, device):
+    Hq, Hkv, D, position, window, rotary, (splits, block_t) = ATTENTION_CASES[case]
+    T_max = 112
+    qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(Hq, Hkv, D, T_max, position, dtype, device, rotary)
+    native, _, _ = attention_step(qkv, cos, sin, k_cache, v_cache, position, Hq, window)
+    doubles = [t.double() for t in (qkv, cos, sin, k_cache, v_cache)]
+    reference, k_new, v_new = attention_step(*doubles, position, Hq, window)
+    before = k_cache.clone(), v_cache.clone()
+    workspace = attention_workspace(Hq, D, T_max, dtype, device, AttentionConfig(splits, block_t, 4))
+    out = torch.empty(Hq * D, dtype=dtype, device=device)
+    rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, window=window)
+
+    assert_close_to_reference(out, reference, native, what=case)
+    torch.testing.assert_close(k_cache[:, position].double(), k_new, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    assert torch.equal(v_cache[:, position].double(), v_new)
+    for cache, old in zip((k_cache, v_cache), before, strict=True):
+        cache[:, position] = old[:, position]
+        assert torch.equal(cache.nan_to_num(7), old.nan_to_num(7)), "a row of the past or the future was written"
+    assert (workspace.arrived == 0).all() and lengths.item() == position
+
+
+def test_rope_attention_counts_the_window_right(device):
+    """K = 0 makes the weights uniform: with V[j] = j the output is the mean visible position (window 7 at 20: 17)."""
+    qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(1, 1, 16, 32, 20, torch.float32, device)
+    qkv[:32] = 0
+    k_cache[:, :20] = 0
+    v_cache[:, :20] = torch.arange(20.0, device=device)[None, :, None]
+    qkv[32:] = 20
+    workspace = attention_workspace(1, 16, 32, torch.float32, device, AttentionConfig(2, 16, 4))
+    out = rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(16, device=device), workspace, window=7)
+    torch.testing.assert_close(out, torch.full_like(out, 17.0))
+
+
+def test_rope_attention_reads_the_right_kv_head(device):
+    Hq, Hkv, D = 24, 8, 16
+    qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(Hq, Hkv, D, 20, 17, torch.float16, device)
+    heads = torch.arange(Hkv, dtype=torch.float16, device=device)
+    v_cache[:, :17] = heads[:, None, None]
+    qkv[(Hq + Hkv) * D :] = heads.repeat_interleave(D)
+    workspace = attention_workspace(Hq, D, 20, torch.float16, device, AttentionConfig(2, 16, 4))
+    out = rope_attention(
+        qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(Hq * D, dtype=torch.float16, device=device), workspace
+    )
+    assert torch.equal(out.view(Hq, D), heads.repeat_interleave(3)[:, None].expand(Hq, D))
+
+
+def test_rope_attention_takes_a_layer_of_a_larger_cache(device):
+    """Strided heads, as in a view [Hkv, T_max, D] of a cache [layers, B, Hkv, T_max + pad, D], give the same bits."""
+    qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(2, 2, 16, 32, 20, torch.float16, device)
+    large = torch.full((2, 2, 2, 40, 16), float("nan"), dtype=torch.float16, device=device)
+    large[0, 1, :, :32], large[1, 1, :, :32] = k_cache, v_cache
+    workspace = attention_workspace(2, 16, 32, torch.float16, device, AttentionConfig(2, 16, 4))
+    out, strided = (torch.empty(32, dtype=torch.float16, device=device) for _ in range(2))
+    rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace)
+    rope_attention(qkv, cos, sin, lengths, large[0, 1, :, :32], large[1, 1, :, :32], strided, workspace)
+    assert torch.equal(out, strided)
+
+
+def test_embed(device):
+    table = torch.randn(11, 24, dtype=torch.float16, device=device)
+    out = torch.empty(24, dtype=torch.float16, device=device)
+    for token in (0, 10):
+        assert torch.equal(embed(torch.tensor([token], device=device), table, out), table[token])
+    for token in (-1, 11):
+        assert embed(torch.tensor([token], device=device), table, out).isnan().all()
+
+
+NAN, INF = float("nan"), float("inf")
+GREEDY_CASES = {
+    "largest": ({3: 2.0, 40: 1.0}, 3),
+    "tie-takes-the-lowest": ({500: 3.0, 32000: 3.0}, 500),
+    "tie-within-a-block": ({5: 3.0, 256: 3.0}, 5),
+    "last": ({32063: 1.0}, 32063),
+    "nan-is-largest": ({700: NAN, 3: 5.0, 20000: NAN}, 700),
+    "inf": ({9000: INF}, 9000),
+    "all-equal": ({}, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("fill", [0.0, -INF], ids=["zeros", "minus-inf"])
+@pytest.mark.parametrize("case", GREEDY_CASES)
+def test_greedy(case, fill, dtype, device):
+    values, expected = GREEDY_CASES[case]
+    logits = torch.full((32064,), fill, dtype=dtype, device=device)
+    for index, value in values.items():
+        logits[index] = value
+    token = torch.tensor([-1], device=device)
+    history = torch.full((8,), -1, device=device)
+    lengths = torch.tensor([5], dtype=torch.int32, device=device)
+    greedy(logits, token, history, lengths)
+    assert token.item() == expected
+    assert history.tolist() == [-1] * 5 + [expected] + [-1] * 2
+    assert lengths.item() == 6
+
+
+def test_wrong_arguments_are_named(device):
+    x, weight, out = (torch.zeros(*shape, device=device) for shape in ((16,), (8, 16), (8,)))
+    with pytest.raises(ValueError, match=r"weight must have shape \[16, 16\], got \[8, 16\]"):
+        matvec(x, weight, out, gated=True)
+    with pytest.raises(ValueError, match=r"weight must be torch.float16, got torch.float32"):
+        matvec(x.half(), weight, out.half())
+    with pytest.raises(ValueError, match="weight must be contiguous"):
+        matvec(x, torch.zeros(16, 8, device=device).T, out)
+    with pytest.raises(ValueError, match="got torch.float64"):
+        matvec(x.double(), weight.double(), out.double())
+    qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(3, 2, 16, 32, 4, torch.float32, device)
+    workspace = attention_workspace(3, 16, 32, torch.float32, device)
+    with pytest.raises(ValueError, match="no multiple of 2 KV heads"):
+        rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(48, device=device), workspace)
+    with pytest.raises(ValueError, match=r"cos must have shape \[>= 32"):
+        rope_attention(qkv, cos[:31], sin[:31], lengths, k_cache, v_cache, torch.empty(32, device=device), workspace)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("n, k, gated", [
+    (9216, 3072, False), (3072, 3072, False), (8192, 3072, True), (3072, 8192, False), (32064, 3072, False),
+    (7680, 5120, False), (17920, 5120, True), (5120, 17920, False), (200064, 3072, False), (96, 64, False),
+])  # fmt: skip
+def test_matvec_config_fits_registers(n, k, gated, itemsize):
+    config = matvec_config(n, k, itemsize, gated=gated)
+    per_thread = config.rows * (2 if gated else 1) * k * itemsize / (32 * config.num_warps)
+    assert per_thread <= 384 or config.rows == 1
+    assert config.rows & (config.rows - 1) == 0 and config.block_k & (config.block_k - 1) == 0
+    # Whole 16-byte loads by every thread, wherever a row is that long.
+    assert config.block_k * itemsize >= min(16 * 32 * config.num_warps, k * itemsize)
+
+
+def test_attention_config_covers_the_device_and_the_length():
+    h200 = attention_config(32, 96, 2, 4096, 132)
+    assert h200.splits * 32 <= 2 * 132 and h200.block_t == 128
+    assert attention_config(32, 96, 2, 100, 132).splits == 1
+    assert attention_config(8, 128, 2, 131072, 132).splits == 32
+    assert attention_config(32, 256, 4, 4096, 132).block_t == 32
+
+
+COMPILE = """
+import sys, torch
+from kernels.aot import compile_only
+from kernels.fused_decode_wrapper import *
+capability = tuple(map(int, sys.argv[1].split(".")))
+pdl = capability >= (9, 0)
+e = lambda *shape, dtype=torch.float16: torch.empty(*shape, dtype=dtype)
+with compile_only(capability) as compiled:
+    matvec(e(3072), e(9216, 3072), e(9216), gain=e(3072), eps=1e-5, pdl=pdl)
+    matvec(e(3072), e(3072, 3072), e(3072), residual=True, pdl=pdl)
+    matvec(e(3072), e(16384, 3072), e(8192), gain=e(3072), eps=1e-5, gated=True, pdl=pdl)
+    matvec(e(8192), e(3072, 8192), e(3072), residual=True, pdl=pdl)
+    workspace = attention_workspace(32, 96, 4096, torch.float16, torch.device("cpu"))
+    rope_attention(e(9216), e(4096, 48, dtype=torch.float32), e(4096, 48, dtype=torch.float32),
+                   e(1, dtype=torch.int32), e(32, 4096, 96), e(32, 4096, 96), e(3072), workspace, pdl=pdl)
+    greedy(e(32064), e(1, dtype=torch.int64), e(4096, dtype=torch.int64), e(1, dtype=torch.int32), pdl=pdl)
+for kernel in compiled:
+    lines = [line for line in kernel.ptx.splitlines() if "ld.global" in line or "griddepcontrol.wait" in line]
+    kinds = ["W" if "wait" in line else "v" if ".v4.b32" in line else "." for line in lines]
+    print("KERNEL", kernel.name, kernel.spill_bytes, "".join(kinds), sum("evict_first" in line for line in lines))
+"""
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0"])
+def test_code_generation(capability):
+    """No spills, 16-byte weight loads with a streaming hint, and all of them ahead of the wait."""
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE, capability],
+        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+    kernels = re.findall(r"KERNEL (\w+) (\d+) (\S+) (\d+)", result.stdout)
+    assert len(kernels) == 6
+    for name, spill_bytes, loads, streaming in kernels:
+        assert int(spill_bytes) == 0, f"{name} spills {spill_bytes} bytes per thread"
+        assert ("W" in loads) == (capability == "9.0"), f"{name}: {loads}"
+        if name == "_matvec_kernel":
+            ahead = loads.split("W")[0]
+            assert int(streaming) >= 12 and ahead.startswith("v" * int(streaming)), f"{name}: {loads}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or not pdl_supported(torch.device("cuda")), reason="no PDL here")
+def test_pdl_gives_the_same_bits():
+    """A chain in which every kernel reads what the one before it wrote, with and without PDL, 200 times."""
+    device, dtype = torch.device("cuda"), torch.float16
+    H, D, Hq, inter, T_max = 1024, 64, 16, 2048, 512
+    weights = [
+        torch.randn(*shape, dtype=dtype, device=device) * shape[1] ** -0.5
+        for shape in ((3 * H, H), (H, H), (2 * inter, H), (H, inter))
+    ]
+    gain = torch.ones(H, dtype=dtype, device=device)
+    _, cos, sin, lengths, k_cache, v_cache = attention_inputs(Hq, Hq, D, T_max, 300, dtype, device)
+    start = torch.randn(H, dtype=dtype, device=device)
+    workspace = attention_workspace(Hq, D, T_max, dtype, device)
+    qkv, attn, act = (torch.empty(n, dtype=dtype, device=device) for n in (3 * H, H, inter))
+
+    def chain(pdl):
+        h = start.clone()
+        for _ in range(8):
+            matvec(h, weights[0], qkv, gain=gain, eps=EPS, pdl=pdl)
+            rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, attn, workspace, pdl=pdl)
+            matvec(attn, weights[1], h, residual=True, pdl=pdl)
+            matvec(h, weights[2], act, gain=gain, eps=EPS, gated=True, pdl=pdl, prefetch=Prefetch(weights[3], False, 4096))
+            matvec(act, weights[3], h, residual=True, pdl=pdl)
+        return h
+
+    expected = chain(False)
+    assert expected.isfinite().all()
+    for _ in range(200):
+        assert torch.equal(chain(True), expected)
