@@ -358,7 +358,8 @@ def _greedy_kernel(
 ):
     """One program: the lowest index of the largest logit becomes the next token, and the position moves on by one.
 
-    NaN counts as +inf, so the index is a token of the vocabulary whatever the logits are.
+    Where a logit is NaN there is no largest one, and the token is V, which is none: the host can tell, and the next
+    step's embedding keeps it that way.
     """
     _launch_next(PDL)
     _wait_for_previous(PDL)
@@ -367,13 +368,15 @@ def _greedy_kernel(
     best_index = offs_v
     for start in range(0, V, BLOCK_V):
         logits = tl.load(logits_ptr + start + offs_v, mask=start + offs_v < V, other=float("-inf")).to(tl.float32)
-        logits = tl.where(logits != logits, float("inf"), logits)
+        # NaN becomes the largest value at index -1, which no later value replaces and which wins the final minimum.
+        is_nan = logits != logits
         # Strictly greater: among equals the earlier index stays.
-        better = logits > best
-        best = tl.where(better, logits, best)
-        best_index = tl.where(better, start + offs_v, best_index)
+        better = (logits > best) | is_nan
+        best = tl.where(better, tl.where(is_nan, float("inf"), logits), best)
+        best_index = tl.where(better, tl.where(is_nan, -1, start + offs_v), best_index)
     index = tl.min(tl.where(best == tl.max(best, axis=0), best_index, V), axis=0)
+    index = tl.where(index < 0, V, index).to(tl.int64)
     position = tl.load(lengths_ptr)
-    tl.store(token_ptr, index.to(tl.int64))
-    tl.store(history_ptr + position, index.to(tl.int64))
+    tl.store(token_ptr, index)
+    tl.store(history_ptr + position, index)
     tl.store(lengths_ptr, position + 1)

@@ -2,8 +2,8 @@
 
 All vectors belong to one sequence (batch 1) and everything is written into the caller's buffers, so that a captured
 CUDA graph allocates nothing. ``pdl=True`` launches a kernel with programmatic dependent launch: it may start while the
-kernel before it still runs, and waits by itself. The first kernel of a token, ``embed``, never is: its full edge is what
-makes reading the past before the wait right (fused_decode_triton.py states the rules).
+kernel before it still runs, and waits by itself. The first kernel of a token, ``embed``, never is: its full edge makes
+reading the past before the wait right (fused_decode_triton.py states the rules).
 """
 
 from typing import NamedTuple
@@ -86,7 +86,8 @@ def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count):
     """AttentionConfig: a tile of K takes 128 bytes per thread; at most two programs per multiprocessor."""
     num_warps = 8
     block_t = max(16, num_warps * 32 * 128 // (triton.next_power_of_2(head_dim) * itemsize))
-    splits = min(triton.next_power_of_2(triton.cdiv(max_seq_len, block_t)), _pow2_floor(max(1, 2 * sm_count // num_heads)))
+    needed = triton.next_power_of_2(triton.cdiv(max_seq_len, block_t))
+    splits = min(needed, _pow2_floor(max(1, 2 * sm_count // num_heads)))
     return AttentionConfig(splits, block_t, num_warps)
 
 
@@ -124,7 +125,8 @@ def _launch_options(pdl, **options):
 
 
 def matvec(
-    x, weight, out, *, gain=None, eps=0.0, gated=False, residual=False, pdl=False, config=None, prefetch=None, early=True
+    x, weight, out, *, gain=None, eps=0.0, gated=False, residual=False, pdl=False, config=None, prefetch=None,
+    early=True,
 ):  # fmt: skip
     """out = W x for one vector; with ``gain`` of rmsnorm(x) * gain; returns ``out``.
 
@@ -219,7 +221,7 @@ def greedy(logits, token, history, lengths, *, pdl=False):
     """The greedy choice on the device: token and history[lengths] become argmax(logits), lengths grows by one.
 
     logits: [V]; token: [1] int64; history: [T_max] int64; lengths: [1] int32, less than T_max. The lowest index wins a
-    tie; NaN counts as +inf.
+    tie; a NaN among the logits gives V, which is no token.
     """
     V = logits.shape[0]
     _check(

@@ -1,0 +1,110 @@
+"""Rungs 5 and 6: the step as five fused Triton kernels per layer, and their overlap by programmatic dependent launch.
+
+The Hugging Face model's weights are read where they are, nothing is repacked. The residual stream is kept in the
+model's dtype, rounded once per projection; everything inside a kernel is float32.
+"""
+
+import torch
+
+from kernels.fused_decode_wrapper import attention_workspace, embed, greedy, matvec, pdl_supported, rope_attention
+from model.load_model import head_dim
+from model.phi3_decode_graph import CapturedDecoder
+from model.rope import rotary_tables
+
+
+class FusedDecoder(CapturedDecoder):
+    """One sequence, one token at a time, through the fused kernels; a CUDA graph on a GPU, interpreted on the CPU.
+
+    pdl: programmatic dependent launch between the kernels (rung 6); by default wherever the GPU (compute capability
+    9.0 or newer) and Triton have it. ValueError for what the kernels do not cover, naming the path to use.
+    """
+
+    def __init__(self, model, kv_cache, *, pdl=None):
+        super().__init__(model, kv_cache)
+        available = pdl_supported(self.device)
+        if pdl and not available:
+            raise ValueError("pdl=True needs a GPU of compute capability 9.0 and Triton 3.6, or newer; use pdl=False")
+        self.pdl = available if pdl is None else pdl
+        _check_supported(model, kv_cache)
+        config, dtype = model.config, kv_cache.k.dtype
+        D, Hq, Hkv = head_dim(config), config.num_attention_heads, config.num_key_value_heads
+        self.window = getattr(config, "sliding_window", None)
+        # Row p serves the step at position p, whose sequence is p + 1 long: one table holds longrope's short factors up
+        # to the border and the long ones behind it.
+        tables = rotary_tables(model, kv_cache.max_seq_len)
+        if self.border is None:
+            self.cos, self.sin = tables.short
+        else:
+            self.cos, self.sin = (
+                torch.cat((short[: self.border], long[self.border :]))
+                for short, long in zip(tables.short, tables.long, strict=True)
+            )
+
+        def buffer(size):
+            return torch.empty(size, dtype=dtype, device=self.device)
+
+        self.hidden = buffer(config.hidden_size)
+        self.qkv = buffer((Hq + 2 * Hkv) * D)
+        self.attended = buffer(Hq * D)
+        self.activated = buffer(config.intermediate_size)
+        self.logits = buffer(config.vocab_size)[None]
+        self.history = torch.empty(kv_cache.max_seq_len, dtype=torch.int64, device=self.device)
+        self.workspace = attention_workspace(Hq, D, kv_cache.max_seq_len, dtype, self.device)
+
+    def _launch(self):
+        model, pdl = self.model.model, self.pdl
+        hidden, lengths = self.hidden, self.kv_cache.lengths
+        embed(self.token, model.embed_tokens.weight, hidden, pdl=pdl)
+        for index, layer in enumerate(model.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            self._normed(layer.input_layernorm, attention.qkv_proj.weight, self.qkv)
+            rope_attention(
+                self.qkv, self.cos, self.sin, lengths, self.kv_cache.k[index, 0], self.kv_cache.v[index, 0],
+                self.attended, self.workspace, window=self.window, pdl=pdl,
+            )  # fmt: skip
+            matvec(self.attended, attention.o_proj.weight, hidden, residual=True, pdl=pdl)
+            self._normed(layer.post_attention_layernorm, mlp.gate_up_proj.weight, self.activated, gated=True)
+            matvec(self.activated, mlp.down_proj.weight, hidden, residual=True, pdl=pdl)
+        self._normed(model.norm, self.model.lm_head.weight, self.logits[0])
+        greedy(self.logits[0], self.token, self.history, lengths, pdl=pdl)
+
+    def _normed(self, norm, weight, out, gated=False):
+        matvec(self.hidden, weight, out, gain=norm.weight, eps=norm.variance_epsilon, gated=gated, pdl=self.pdl)
+
+    def _run(self, num_steps):
+        start = self.kv_cache.cur_pos
+        for _ in range(num_steps):
+            self._advance()
+        return self.history[None, start : start + num_steps].clone()
+
+    def _advance(self):
+        if self.device.type == "cuda":
+            super()._advance()
+        else:
+            self._launch()
+            self.kv_cache.note_written(1)
+
+
+def _check_supported(model, kv_cache):
+    """Raise ValueError, naming what and the path to use instead, unless the kernels cover this model and cache."""
+
+    def refuse(what):
+        raise ValueError(f'path "fused" {what}; use path="graph" or path="triton"')
+
+    if kv_cache.batch_size != 1:
+        refuse(f"decodes one sequence at a time, got a batch of {kv_cache.batch_size}")
+    if model.config.hidden_act != "silu":
+        refuse(f"has silu as its only activation, the model has {model.config.hidden_act}")
+    linears = {"lm_head": model.lm_head}
+    for index, layer in enumerate(model.model.layers):
+        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+            linears[f"model.layers.{index}.{name}"] = layer.get_submodule(name)
+    for name, linear in linears.items():
+        # Not isinstance: adapters and quantised layers derive from Linear and compute something else.
+        if type(linear) is not torch.nn.Linear or linear.bias is not None:
+            refuse(f"reads plain weights without bias, {name} is {linear}")
+    for name, parameter in model.named_parameters():
+        if parameter.device != kv_cache.k.device:
+            refuse(f"needs all weights beside the cache on {kv_cache.k.device}, {name} is on {parameter.device}")
+        if parameter.dtype != kv_cache.k.dtype:
+            refuse(f"needs one dtype, the cache has {kv_cache.k.dtype} and {name} {parameter.dtype}")
