@@ -6,6 +6,7 @@ from model.phi3_layers import run_layers, sdpa_attention
 from model.rope import rotary_tables, same_factors_for_all
 
 
+@torch.no_grad()
 def prefill(model, input_ids, kv_cache, *, attention_mask=None, chunk_size=None):
     """Run ``input_ids`` [B, S] behind what the cache holds; return the logits [B, vocab] of each last position.
 
