@@ -7,7 +7,8 @@ import torch
 import triton
 
 import config
-from kernels.decode_attention_triton import _decode_attention_kernel
+from kernels import INTERPRETED
+from kernels.decode_attention_triton import _decode_attention_kernel, _decode_attention_split_kernel
 from kernels.device import check_launchable, device_info
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -15,30 +16,89 @@ NO_WINDOW = 2**31 - 1
 
 
 class DecodeLaunch(NamedTuple):
-    """Launch choices. block_h: query heads of one program; block_t: key positions per tile."""
+    """Launch choices. rows: query heads of one program; block_t: key positions per tile; programs_per_sm: programs of
+    the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program.
+    """
 
-    block_h: int
+    rows: int
     block_t: int
     num_warps: int
     num_stages: int
+    programs_per_sm: int
+    min_tiles: int
 
 
 def choose_launch(group_size, head_dim, dtype_bytes, device, *, block_t):
     """DecodeLaunch for ``device`` (a DeviceInfo); ``block_t`` is the largest tile wanted (config.BLOCK_T).
 
-    A pure function. The defaults are not tuned: four warps, two tiles in flight, and tiles halved until both stages of
-    K and V fit the shared memory.
+    A pure function. The choices are defaults, not tuned: what fits registers and shared memory everywhere.
     """
-    # tl.dot takes at least 16 rows. Products without tensor cores (fp32, and on Turing) hold whole rows in registers:
-    # keep them small. An MQA model with many heads takes several programs rather than spill the accumulator.
-    small = dtype_bytes == 4 or device.capability < (8, 0)
-    block_h = min(16 if small else 64, max(16, triton.next_power_of_2(group_size)))
-    block_t = min(block_t, 32) if small else block_t
-    num_stages = 2
-    d_pad = triton.next_power_of_2(head_dim)
-    while block_t > 16 and (2 * num_stages * block_t + block_h) * d_pad * dtype_bytes > device.shared_memory:
-        block_t //= 2
-    return DecodeLaunch(block_h, block_t, num_warps=4, num_stages=num_stages)
+    # More rows than these would spill the accumulator: an MQA model with many heads takes several programs. Products
+    # without tensor cores (fp32, and all on Turing) hold whole rows of both factors in registers.
+    tensor_cores = dtype_bytes == 2 and device.capability >= (8, 0)
+    rows = triton.cdiv(group_size, triton.cdiv(group_size, 32 if tensor_cores else 16))
+    num_stages = 3 if device.capability >= (8, 0) else 2
+    if group_size == 1:
+        values = 12288 // dtype_bytes  # every lane of a tile has an fp32 accumulator: 24 to 48 values per thread
+    else:
+        values = 16384 if tensor_cores else 2048
+    fits = min(values // head_dim, device.shared_memory // (2 * num_stages * head_dim * dtype_bytes))
+    block_t = max(16, min(block_t, triton.next_power_of_2(fits + 1) // 2))
+    return DecodeLaunch(rows, block_t, num_warps=4, num_stages=num_stages, programs_per_sm=2, min_tiles=1)
+
+
+def choose_num_programs(choice, batch, num_kv_heads, group_size, max_len, sm_count):
+    """Programs of the split kernel: one wave of the whole GPU, or one per tile where there are fewer tiles.
+
+    ``max_len`` bounds the visible positions of a sequence. How many splits a head gets follows in the kernel, from the
+    lengths themselves.
+    """
+    items = batch * num_kv_heads * triton.cdiv(group_size, choice.rows)
+    return min(sm_count * choice.programs_per_sm, items * max(1, triton.cdiv(max_len, choice.block_t)))
+
+
+def split_head_dim(head_dim):
+    """(low, high) powers of two that cover head_dim; high is 0 where one power of two wastes no more lanes.
+
+    96 -> (64, 32); 128 -> (128, 0); 80 -> (64, 16); 112 -> (128, 0).
+    """
+    low = triton.next_power_of_2(head_dim)
+    if low > head_dim:
+        low //= 2
+    high = max(16, triton.next_power_of_2(head_dim - low)) if head_dim > low else 0
+    return (2 * low, 0) if high == low else (low, high)
+
+
+class _Workspace(NamedTuple):
+    """Scratch memory of the split kernel on one device: partial results [floats], arrival counters [items] of 0."""
+
+    partial: torch.Tensor
+    arrived: torch.Tensor
+
+
+# By device, newest last. None is ever freed: a captured CUDA graph holds the address of the one it was captured with.
+_workspaces = {}
+
+
+def _workspace(device, floats, items):
+    """The device's workspace, made or grown to powers of two at need.
+
+    All calls on a device share it, so calls on different streams must not overlap in time. One launch leaves the
+    counters at 0 for the next.
+    """
+    made = _workspaces.setdefault(device, [])
+    if not made or made[-1].partial.numel() < floats or made[-1].arrived.numel() < items:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("decode_attention must run once with these shapes before a CUDA graph captures it")
+        if made:
+            floats, items = max(floats, made[-1].partial.numel()), max(items, made[-1].arrived.numel())
+        made.append(
+            _Workspace(
+                torch.empty(triton.next_power_of_2(floats), dtype=torch.float32, device=device),
+                torch.zeros(triton.next_power_of_2(items), dtype=torch.int32, device=device),
+            )
+        )
+    return made[-1]
 
 
 def decode_attention(q, k_cache, v_cache, cache_len, *, scale=None, window=None, out=None):
@@ -64,11 +124,17 @@ def decode_attention(q, k_cache, v_cache, cache_len, *, scale=None, window=None,
     return _launch(q, k_cache, v_cache, cache_len, scale, window, out)
 
 
-def decode_attention_with_lse(q, k_cache, v_cache, cache_len, *, scale=None, window=None):
-    """decode_attention, and the natural log-sum-exp of the scaled scores, [B, Hq] float32 (-inf without a key)."""
-    _check_arguments(q, k_cache, v_cache, cache_len, window, None)
+def decode_attention_with_lse(
+    q, k_cache, v_cache, cache_len, *, scale=None, window=None, out=None, choice=None, num_programs=None
+):
+    """decode_attention, and the natural log-sum-exp of the scaled scores, [B, Hq] float32 (-inf without a key).
+
+    For tests and tuning ``choice`` and ``num_programs`` replace the policy; 0 programs mean the single-pass kernel.
+    """
+    _check_arguments(q, k_cache, v_cache, cache_len, window, out)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    return _launch(q, k_cache, v_cache, cache_len, scale, window, None, lse=lse), lse
+    out = _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse, choice, num_programs)
+    return out, lse
 
 
 def _check_arguments(q, k_cache, v_cache, cache_len, window, out):
@@ -116,24 +182,53 @@ def _check_arguments(q, k_cache, v_cache, cache_len, window, out):
         raise ValueError("bfloat16 needs compute capability 8.0 or newer: use float16 on this GPU")
 
 
-def _launch(q, k_cache, v_cache, cache_len, scale, window, out, *, lse=None):
+def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice=None, num_programs=None):
     B, Hq, D = q.shape
     Hkv, T_max = k_cache.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if B == 0 or Hq == 0:
         return out
-    scale = D**-0.5 if scale is None else scale
-    choice = choose_launch(Hq // Hkv, D, q.element_size(), device_info(q.device), block_t=config.BLOCK_T)
-    grid = (triton.cdiv(Hq // Hkv, choice.block_h), Hkv, B)
+    group_size = Hq // Hkv
+    device = device_info(q.device)
+    per_sequence = isinstance(cache_len, torch.Tensor)
+    window = min(window or NO_WINDOW, NO_WINDOW)
+    if choice is None:
+        choice = choose_launch(group_size, D, q.element_size(), device, block_t=config.BLOCK_T)
+    if num_programs is None:
+        max_len = min(T_max if per_sequence else cache_len, window)
+        # The interpreter runs one program after the other: nothing to gain from splitting, and each program is slow.
+        num_programs = 0 if INTERPRETED else choose_num_programs(choice, B, Hkv, group_size, max_len, device.sm_count)
+
+    scale_log2e = (D**-0.5 if scale is None else scale) * math.log2(math.e)
+    strides = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2])
+    shared = {
+        "Hq": Hq, "Hkv": Hkv, "D": D, "BLOCK_T": choice.block_t, "PER_SEQUENCE": per_sequence,
+        "NUM_STAGES": choice.num_stages, "num_warps": choice.num_warps,
+    }  # fmt: skip
+    head_blocks = triton.cdiv(group_size, choice.rows)
+    block_r = triton.next_power_of_2(choice.rows)
+    d_pad = triton.next_power_of_2(D)
     with torch.cuda.device_of(q):
-        _decode_attention_kernel[grid](
-            q, k_cache, v_cache, out, lse,
-            cache_len, T_max, min(window or NO_WINDOW, NO_WINDOW), scale * math.log2(math.e),
-            *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
-            Hq=Hq, Hkv=Hkv, D=D, D_PAD=triton.next_power_of_2(D), BLOCK_H=choice.block_h, BLOCK_T=choice.block_t,
-            PER_SEQUENCE=isinstance(cache_len, torch.Tensor), NUM_STAGES=choice.num_stages,
-            num_warps=choice.num_warps,
-        )  # fmt: skip
+        if num_programs == 0:
+            block_h = max(16, block_r)  # tl.dot takes at least 16 rows
+            _decode_attention_kernel[(triton.cdiv(group_size, block_h), Hkv, B)](
+                q, k_cache, v_cache, out, lse, cache_len, T_max, window, scale_log2e, *strides,
+                D_PAD=d_pad, BLOCK_H=block_h, **shared,
+            )  # fmt: skip
+        else:
+            slot_rows = 2 * num_programs * choice.rows
+            workspace = _workspace(q.device, slot_rows * (D + 2), B * Hkv * head_blocks)
+            stats, partial = workspace.partial, workspace.partial[2 * slot_rows :]
+            d_lo, d_hi = split_head_dim(D)
+            _decode_attention_split_kernel[(num_programs,)](
+                q, k_cache, v_cache, out, lse, partial, stats, workspace.arrived,
+                cache_len, B, T_max, window, scale_log2e, choice.min_tiles, *strides,
+                D_LO=d_lo, D_HI=d_hi, ROWS=choice.rows,
+                BLOCK_H=1 if group_size == 1 else max(16, block_r), BLOCK_R=block_r,
+                # Partials merged at a time: at most 64 accumulator values per thread.
+                BLOCK_S=max(1, min(64, 32 * 32 * choice.num_warps // (block_r * d_pad))),
+                B_PAD=triton.next_power_of_2(B), **shared,
+            )  # fmt: skip
     return out
 
 
