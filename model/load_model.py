@@ -8,6 +8,7 @@ and today (``torch_dtype``/``dtype``, ``past_key_values``/``cache``, ``rope_thet
 import functools
 import inspect
 import json
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -109,27 +110,13 @@ def load_tokenizer(path=None, *, trust_remote_code=False):
     A random-weight preset has none; it gets one whose token ids are the UTF-8 bytes (ids from 256 on give no text).
     """
     path = settings.MODEL_PATH if path is None else str(path)
+    load_config(path, trust_remote_code=trust_remote_code)  # its complaints come first
     if path.startswith("random:"):
-        _preset(path)
         return _byte_tokenizer()
     folder = _checkpoint_folder(path)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ValueError(f"MODEL_PATH {path!r} has no tokenizer (tokenizer.json); copy it from the original model")
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-
-
-def encode_prompt(tokenizer, prompt):
-    """Token ids [1, S] of ``prompt``: a user's turn of a chat where the tokenizer has a chat template, else as it is.
-
-    ValueError for an empty prompt.
-    """
-    if not prompt.strip():
-        raise ValueError("the prompt is empty: give at least one word")
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        return tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
-    return tokenizer(prompt, return_tensors="pt").input_ids
 
 
 def load_config(path=None, *, trust_remote_code=False):
@@ -251,6 +238,8 @@ def _random_model(model_config, dtype, device, attn_implementation):
 def _checkpoint_model(path, model_config, dtype, device, device_map, trust_remote_code, attn_implementation):
     folder = _checkpoint_folder(path)
     _check_weight_files(folder, path)
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
     options = {DTYPE_KEYWORD: dtype, "config": model_config, "local_files_only": True}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation

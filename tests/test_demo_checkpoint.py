@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from model import demo_checkpoint as demo
-from model.load_model import encode_prompt, eos_token_ids, load_config, load_model, load_tokenizer, rope_settings
+from model.load_model import eos_token_ids, load_config, load_model, load_tokenizer, rope_settings
+from run_baseline import encode
 
 
 def tiny_llama(**fields):
@@ -64,7 +65,7 @@ def test_tokenizer_files_are_of_the_oldest_form(tmp_path):
     assert sorted(path.suffix for path in tmp_path.iterdir() if "special" not in path.name) == [".json", ".json"]
     again = load_tokenizer(write_config(tmp_path))
     assert again.chat_template == tokenizer.chat_template
-    assert encode_prompt(again, "ab").tolist() == [[3]]
+    assert encode(again, "ab").tolist() == [[3]]
 
 
 def write_config(folder):
@@ -139,7 +140,7 @@ def test_the_demo_checkpoint_answers_in_english():
     shape = load_config(demo.OUTPUT)
     assert (shape.num_attention_heads, shape.num_key_value_heads, shape.hidden_size) == (9, 3, 576)
     model, tokenizer = load_model(demo.OUTPUT, dtype="float32", device="cpu"), load_tokenizer(demo.OUTPUT)
-    prompt = encode_prompt(tokenizer, "Explain in simple words why the sky is blue.")
+    prompt = encode(tokenizer, "Explain in simple words why the sky is blue.")
     assert tokenizer.decode(prompt[0]).endswith("<|im_start|>assistant\n")
     ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
     text = tokenizer.decode(ids[0, prompt.shape[1] :])

@@ -23,7 +23,6 @@ from model.load_model import (
     VERSION,
     cache_layers,
     check_weights_are_here,
-    encode_prompt,
     eos_token_ids,
     head_dim,
     hf_forward,
@@ -150,7 +149,7 @@ def test_presets_stay_as_they_are():
 def test_byte_tokenizer_round_trips():
     tokenizer = load_tokenizer("random:tiny")
     text = "Why?\n  naïve ☃"
-    ids = encode_prompt(tokenizer, text)
+    ids = tokenizer(text, return_tensors="pt").input_ids
     assert ids.tolist() == [list(text.encode())]
     assert tokenizer.decode(ids[0]) == text
     assert tokenizer.decode([104, 300, 105]) == "hi"
@@ -465,12 +464,6 @@ def test_no_tokenizer(tmp_path):
 def test_unsupported_dtype(dtype):
     with pytest.raises(ValueError, match="dtype must be one of float16, bfloat16, float32"):
         load_model("random:tiny", dtype=dtype, device="cpu")
-
-
-@pytest.mark.parametrize("prompt", ["", "  \n"])
-def test_empty_prompt(prompt):
-    with pytest.raises(ValueError, match="prompt is empty"):
-        encode_prompt(load_tokenizer("random:tiny"), prompt)
 
 
 def test_weights_that_do_not_fit(monkeypatch):
