@@ -5,8 +5,10 @@ and today (``torch_dtype``/``dtype``, ``past_key_values``/``cache``, ``rope_thet
 ``DynamicCache``); no other file needs to know.
 """
 
+import functools
 import inspect
 import json
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +28,9 @@ HF_REPREFILLS_AT_LONGROPE_SWITCH = VERSION >= (4, 45)
 
 # Phi-4-mini rotates three quarters of each head; older Phi3Config classes refuse its factor lists.
 PARTIAL_ROTARY_SINCE = (4, 49)
+
+# Older Phi-3 classes compute head_dim and ignore the config's own.
+HEAD_DIM_SINCE = (4, 48)
 
 DTYPE_KEYWORD = "dtype" if VERSION >= (4, 56) else "torch_dtype"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -105,27 +110,13 @@ def load_tokenizer(path=None, *, trust_remote_code=False):
     A random-weight preset has none; it gets one whose token ids are the UTF-8 bytes (ids from 256 on give no text).
     """
     path = settings.MODEL_PATH if path is None else str(path)
+    load_config(path, trust_remote_code=trust_remote_code)  # its complaints come first
     if path.startswith("random:"):
-        _preset(path)
         return _byte_tokenizer()
     folder = _checkpoint_folder(path)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ValueError(f"MODEL_PATH {path!r} has no tokenizer (tokenizer.json); copy it from the original model")
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-
-
-def encode_prompt(tokenizer, prompt):
-    """Token ids [1, S] of ``prompt``: a user's turn of a chat where the tokenizer has a chat template, else as it is.
-
-    ValueError for an empty prompt.
-    """
-    if not prompt.strip():
-        raise ValueError("the prompt is empty: give at least one word")
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        return tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
-    return tokenizer(prompt, return_tensors="pt").input_ids
 
 
 def load_config(path=None, *, trust_remote_code=False):
@@ -157,10 +148,16 @@ def _make_config(path, fields):
             f"MODEL_PATH {path!r} has partial_rotary_factor {partial:g}, which needs transformers >= "
             f"{'.'.join(map(str, PARTIAL_ROTARY_SINCE))}; this is {transformers.__version__}"
         )
+    own = fields.get("head_dim")
+    if own and own * fields["num_attention_heads"] != fields["hidden_size"] and VERSION < HEAD_DIM_SINCE:
+        raise ValueError(
+            f"MODEL_PATH {path!r} has head_dim {own}, not hidden_size / num_attention_heads, which needs "
+            f"transformers >= {'.'.join(map(str, HEAD_DIM_SINCE))}; this is {transformers.__version__}"
+        )
     try:
         with _quiet():
             return Phi3Config.from_dict(fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # each version has its own classes for a config that it does not accept
         reason = " ".join(str(error).split())
         raise ValueError(
             f"MODEL_PATH {path!r}: transformers {transformers.__version__} cannot read its config ({reason}); "
@@ -241,6 +238,8 @@ def _random_model(model_config, dtype, device, attn_implementation):
 def _checkpoint_model(path, model_config, dtype, device, device_map, trust_remote_code, attn_implementation):
     folder = _checkpoint_folder(path)
     _check_weight_files(folder, path)
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
     options = {DTYPE_KEYWORD: dtype, "config": model_config, "local_files_only": True}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -248,10 +247,19 @@ def _checkpoint_model(path, model_config, dtype, device, device_map, trust_remot
         options["device_map"] = device_map
     elif device.type == "cuda":
         options["device_map"] = {"": device}  # straight to the GPU, without a copy of the model on the CPU
-    if trust_remote_code:
-        add_removed_cache_methods()
-        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
-    return Phi3ForCausalLM.from_pretrained(folder, **options)
+    if not trust_remote_code:
+        return Phi3ForCausalLM.from_pretrained(folder, **options)
+    _add_removed_cache_methods()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
+    except (ImportError, AttributeError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"MODEL_PATH {path!r}: its own modeling code does not run on transformers {transformers.__version__} "
+            f"({reason}): leave trust_remote_code off, the built-in Phi-3 reads the same weights"
+        ) from None
+    _pass_cache_by_its_old_name(model)
+    return model
 
 
 def _check_weight_files(folder, path):
@@ -427,11 +435,36 @@ def layer_output(output):
     return output[0] if isinstance(output, tuple) else output
 
 
-def add_removed_cache_methods():
-    """Give ``DynamicCache`` back what a checkpoint's own old modeling file calls, where this transformers lacks it."""
+# --- A checkpoint's own old modeling file ----------------------------------------------------------------------------
+
+
+def _pass_cache_by_its_old_name(model):
+    """Let ``generate`` hand its cache to a model that only knows ``past_key_values``, and hand over a plain one.
+
+    Newer versions say ``cache`` (the old code would swallow it and compute every position anew), and give a model with
+    a sliding window a cache that forgets (the old code expects to find every position in it).
+    """
+    prepare = model.prepare_inputs_for_generation
+    if "cache" in inspect.signature(prepare).parameters:
+        return
+
+    @functools.wraps(prepare)
+    def wrapped(input_ids, cache=None, past_key_values=None, **kwargs):
+        cache = past_key_values if cache is None else cache
+        if isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
+            cache = new_hf_cache()
+        return prepare(input_ids, past_key_values=cache, **kwargs)
+
+    model.prepare_inputs_for_generation = wrapped
+
+
+def _add_removed_cache_methods():
+    """Give ``DynamicCache`` back what old modeling files call and this transformers may lack."""
     for name, method in _REMOVED_CACHE_METHODS.items():
         if not hasattr(DynamicCache, name):
             setattr(DynamicCache, name, method)
+    # This name came back in 5.x with another answer for "no limit", -1, which old code takes for a length.
+    DynamicCache.get_max_length = lambda self, *args: None
 
 
 def _from_legacy_cache(cls, past_key_values=None):
@@ -447,7 +480,6 @@ def _get_usable_length(self, new_seq_length, layer_idx=0):
 
 _REMOVED_CACHE_METHODS = {
     "seen_tokens": property(lambda self: self.get_seq_length()),
-    "get_max_length": lambda self: None,
     "get_usable_length": _get_usable_length,
     "from_legacy_cache": classmethod(_from_legacy_cache),
     "to_legacy_cache": lambda self: tuple(cache_layers(self)),

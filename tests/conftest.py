@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kernels  # noqa: F401  before anything that imports triton
+import model  # noqa: F401  before anything that imports transformers (see there)
 
 
 def pytest_collection_modifyitems(items):

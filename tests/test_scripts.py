@@ -1,0 +1,185 @@
+"""Every script as a user starts it: from any folder, beside a package named like our kernels/, with bad input."""
+
+import importlib
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+import config
+from model import load_model
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in (".", "benchmarks", "kernels", "kv_cache", "model", "profiling")
+    for path in (ROOT / folder).glob("*.py")
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+)
+STEPS = ["model/inspect_attention.py", "model/validate_decode_attention_triton.py", "run_baseline.py"]
+
+
+def run(script, *arguments, cwd=ROOT, **environment):
+    """Run ``script`` (relative to the root) in a process of its own; returns the CompletedProcess with its texts."""
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("PHI_TRITON_", "PYTEST_"))}
+    return subprocess.run(
+        [sys.executable, os.path.relpath(ROOT / script, cwd), *arguments],
+        cwd=cwd, env={**outside, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True, text=True, encoding="utf-8", timeout=300,
+    )  # fmt: skip
+
+
+def test_the_steps_are_among_the_scripts():
+    assert set(STEPS) <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_from_another_folder(script, tmp_path):
+    """`python model/x.py` puts model/ on the path and not the root: each script has to find the packages itself."""
+    result = run(script, "--help", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage:")
+
+
+# --- A package named kernels -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_kernels(tmp_path):
+    """A folder for PYTHONPATH with a stand-in of the PyPI package ``kernels``, of a version transformers accepts."""
+    version = getattr(transformers.utils.import_utils, "KERNELS_MIN_VERSION", "0.10.0")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").write_text("def __getattr__(name):\n    return lambda *args, **kwargs: None\n")
+    metadata = tmp_path / f"kernels-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
+    (metadata / "RECORD").write_text("kernels/__init__.py,,\n")
+    return tmp_path
+
+
+IMPORT_PHI3 = "from transformers import Phi3ForCausalLM, GenerationConfig"
+
+
+def test_another_package_named_kernels(other_kernels):
+    environment = {**os.environ, "PYTHONPATH": str(other_kernels)}
+
+    def python(code):
+        return subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
+
+    if hasattr(transformers.utils.import_utils, "KERNELS_MIN_VERSION"):
+        unprotected = python(IMPORT_PHI3)
+        assert "cannot import name" in unprotected.stderr, "the trap has to be there for the test to mean anything"
+    result = python(f"import model; {IMPORT_PHI3}; import kernels; print(kernels.__file__)")
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()) == ROOT / "kernels/__init__.py"
+
+
+def test_a_script_beside_another_package_named_kernels(other_kernels):
+    result = run(
+        "model/inspect_attention.py", "--model-path", "random:tiny", "--device", "cpu", PYTHONPATH=str(other_kernels)
+    )
+    assert result.returncode == 0, result.stderr
+
+
+# --- Bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(monkeypatch, capsys):
+    """start(script, *arguments, **settings) -> (exit code, stdout, stderr), in this process: without the seconds that
+    importing torch takes. The settings are PHI_TRITON_ variables, read again as a new process would."""
+
+    def start(script, *arguments, **settings):
+        for name, value in settings.items():
+            monkeypatch.setenv(f"PHI_TRITON_{name}", value)
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        monkeypatch.chdir(ROOT)
+        with pytest.raises(SystemExit) as end:
+            importlib.reload(config)
+            runpy.run_path(script, run_name="__main__")
+        return end.value.code, *capsys.readouterr()
+
+    yield start
+    monkeypatch.undo()
+    importlib.reload(config)
+
+
+def assert_one_line_error(result, message):
+    code, _, stderr = result
+    lines = stderr.strip().splitlines()
+    assert code == 2, stderr
+    assert re.search(message, lines[-1]), stderr
+    # argparse puts its usage above the error; nothing else does.
+    assert len(lines) == 1 or lines[0].startswith("usage:"), stderr
+
+
+def test_a_process_ends_with_the_line_and_code_2(tmp_path):
+    """What the other cases check in this process, once from outside: no traceback behind the line."""
+    result = run("model/inspect_attention.py", PHI_TRITON_MODEL_PATH="nowhere")
+    assert_one_line_error((result.returncode, result.stdout, result.stderr), "MODEL_PATH 'nowhere' does not exist")
+
+
+BAD_INPUT = [
+    ("run_baseline.py", {"MODEL_PATH": "nowhere"}, "MODEL_PATH 'nowhere' does not exist"),
+    ("run_baseline.py", {"MODEL_PATH": "tests"}, "not a checkpoint: it has no config.json"),
+    ("run_baseline.py", {"MODEL_PATH": "random:phi-5"}, "no preset; choose from random:phi-3-mini-4k"),
+    ("run_baseline.py", {"MODEL_PATH": "random:tiny", "PROMPT": " "}, "(?i)prompt is empty"),
+    ("run_baseline.py", {"MODEL_PATH": "random:tiny", "MAX_SEQ_LEN": "8"}, "KV cache of 8; raise MAX_SEQ_LEN to 75 "),
+    ("run_baseline.py", {"DTYPE": "float64"}, "DTYPE must be one of .*, got 'float64'"),
+    ("run_baseline.py", {"BLOCK_T": "48"}, "BLOCK_T must be one of .*, got 48"),
+    ("run_baseline.py", {"NEW_TOKENS": "many"}, "NEW_TOKENS must be a whole number, got 'many'"),
+    ("run_baseline.py", {"DEVICE": "tpu9"}, "DEVICE 'tpu9'"),
+    ("model/inspect_attention.py", {"MODEL_PATH": "tests"}, "not a checkpoint: it has no config.json"),
+    ("model/validate_decode_attention_triton.py", {"DEVICE": "tpu9"}, "DEVICE 'tpu9'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "message"),
+    BAD_INPUT,
+    ids=[f"{Path(script).stem}-{list(settings.items())[-1]}" for script, settings, _ in BAD_INPUT],
+)
+def test_bad_input_is_one_line_and_exit_code_2(start, script, settings, message):
+    assert_one_line_error(start(script, **settings), message)
+
+
+@pytest.mark.parametrize("script", ["model/inspect_attention.py", "run_baseline.py"])
+def test_another_architecture(start, script, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    message = r"is a 'llama' model \(LlamaForCausalLM\); only 'phi3' is supported"
+    assert_one_line_error(start(script, MODEL_PATH=str(tmp_path)), message)
+
+
+@pytest.mark.parametrize("flag", [("--dtype", "int8"), ("--max-seq-len", "0"), ("--no-such-flag",)], ids="".join)
+def test_bad_flags(start, flag):
+    result = start("run_baseline.py", *flag)
+    assert_one_line_error(result, re.escape(flag[0]))
+    assert result[1] == ""
+
+
+def test_the_flag_beats_the_environment(start):
+    result = start("run_baseline.py", "--model-path", "random:phi-5", MODEL_PATH="nowhere")
+    assert_one_line_error(result, "random:phi-5")
+
+
+def test_weights_that_do_not_fit(start, monkeypatch):
+    """Phi-3 Medium in float32 takes 55.8 GB: more than this process is told it has."""
+    monkeypatch.setattr(load_model, "free_memory", lambda device: 8 * 10**9)
+    result = start("run_baseline.py", MODEL_PATH="random:phi-3-medium-4k", DEVICE="cpu", DTYPE="float32")
+    assert_one_line_error(result, r"55\.84 GB in float32, but cpu has 8\.00 GB free")
+
+
+def test_make_names_the_python_it_needs(tmp_path):
+    result = subprocess.run(
+        ["make", "setup", "PYTHON=false", f"VENV={tmp_path}/venv"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2
+    assert "Python 3.10 to 3.13" in result.stderr and not (tmp_path / "venv").exists()
