@@ -142,7 +142,7 @@ def test_result_file_round_trip(tmp_path):
 def test_a_foreign_file_is_refused(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(cli.UsageError, match="result file|JSON"):
+    with pytest.raises(cli.UsageError, match=r"result file|JSON"):
         common.load_results(path)
 
 
