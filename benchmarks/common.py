@@ -223,7 +223,12 @@ class Check(NamedTuple):
     native_error: float
 
 
-def check_against(out, reference, native, *, factor=1.5):
+# This project's kernels may deviate from the reference 1.5 times as far as PyTorch does. For PyTorch's own backends the
+# check only has to catch a contender that does other work.
+OURS_FACTOR, CONTENDER_FACTOR = 1.5, 8.0
+
+
+def check_against(out, reference, native, *, factor=OURS_FACTOR):
     """``out`` may deviate from ``reference`` by ``factor`` times what ``native`` (PyTorch, same dtype) does.
 
     One rounding band of the dtype is granted on top. NaN never passes.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks import common, contenders, counts
 
@@ -62,13 +63,21 @@ def triton_contenders(cache_len, device):
     }
 
 
-def check(function, inputs):
-    """The worst Check over the first and the last input set, against float64 and PyTorch's own error."""
-    checks = []
+def reference_pairs(inputs):
+    """(inputs, float64 reference, SDPA's own answer) for the first and the last input set."""
+    pairs = []
     for q, k, v in (inputs[0], inputs[-1]):
-        reference = common.decode_reference64(q, k, v, k.shape[2])
-        native = contenders.grouped_matmul_decode(q, k, v)
-        checks.append(common.check_against(function(q, k, v), reference, native))
+        rows = q.view(1, k.shape[1], -1, q.shape[2])  # see contenders.sdpa_decode
+        native = F.scaled_dot_product_attention(rows, k, v).view(q.shape)
+        pairs.append(((q, k, v), common.decode_reference64(q, k, v, k.shape[2]), native))
+    return pairs
+
+
+def check(function, pairs, factor):
+    """The worst Check of ``function`` over ``reference_pairs``."""
+    checks = [
+        common.check_against(function(*one), reference, native, factor=factor) for one, reference, native in pairs
+    ]
     return min(checks, key=lambda item: (item.ok, -item.error))
 
 
@@ -77,25 +86,26 @@ def check_tiny(device, dtype):
     rows = []
     for shape in TINY_SHAPES:
         for cache_len in TINY_LENGTHS:
-            inputs = make_inputs(shape, cache_len, 2, dtype, device)
+            pairs = reference_pairs(make_inputs(shape, cache_len, 2, dtype, device))
             for name, function in triton_contenders(cache_len, device).items():
-                found = check(function, inputs)
+                found = check(function, pairs, common.OURS_FACTOR)
                 rows.append((shape.name, cache_len, name, f"{found.error:.1e}", f"{found.native_error:.1e}", found.ok))
     cli.table(("shape", "cache_len", "kernel", "max error", "PyTorch's", "right"), rows)
     return all(row[-1] for row in rows)
 
 
-def measure_shape(shape, cache_len, dtype, bandwidth, samples, results):
+def measure_shape(shape, cache_len, dtype, device, bandwidth, samples, results):
     """Check and time every contender on one shape and length; rows go to ``results`` -> name -> result row."""
     num_bytes = counts.attention_decode_bytes(
         1, shape.num_heads, shape.num_kv_heads, cache_len, shape.head_dim, dtype.itemsize
     )
-    inputs = make_inputs(shape, cache_len, common.input_sets(num_bytes, common.l2_bytes()), dtype, "cuda")
-    functions = triton_contenders(cache_len, "cuda") | contenders.decode_contenders(shape.num_heads, shape.num_kv_heads)
-    checks, errors = {}, {}
+    inputs = make_inputs(shape, cache_len, common.input_sets(num_bytes, common.l2_bytes()), dtype, device)
+    functions = triton_contenders(cache_len, device) | contenders.decode_contenders(shape.num_heads, shape.num_kv_heads)
+    checks, errors, pairs = {}, {}, reference_pairs(inputs)
     for name, function in functions.items():
+        factor = common.OURS_FACTOR if is_ours(name) else common.CONTENDER_FACTOR
         try:
-            checks[name] = check(function, inputs)
+            checks[name] = check(function, pairs, factor)
         except (RuntimeError, ValueError) as error:
             errors[name] = error
     timed = {
@@ -165,7 +175,7 @@ def main():
     device = cli.resolve_device("auto")
     dtype = cli.resolve_dtype(args.dtype, device)
     torch.manual_seed(args.seed)
-    if device.type != "cuda":
+    if not torch.cuda.is_available():
         ok = check_tiny(device, dtype)
         return common.finish(None, ok, "the kernel agrees with the float64 reference on small cases")
 
@@ -178,7 +188,7 @@ def main():
         lines = []
         for cache_len in common.progress(args.lengths, shape.name):
             try:
-                rows = measure_shape(shape, cache_len, dtype, bandwidth, args.samples, results)
+                rows = measure_shape(shape, cache_len, dtype, device, bandwidth, args.samples, results)
             except torch.OutOfMemoryError as error:
                 results.add_error({"shape": shape.name, "cache_len": cache_len, "contender": OURS}, error)
                 lines.append((cache_len, *["-"] * 7, common.OOM))

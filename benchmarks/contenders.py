@@ -1,5 +1,6 @@
 """What a user could call instead of this project's kernels, in the form that suits each best."""
 
+import functools
 import warnings
 
 import torch
@@ -51,10 +52,25 @@ def eager_decode(q, k, v):
 
 def decode_contenders(num_heads, num_kv_heads):
     """name -> function(q, k, v): every SDPA backend (both forms where heads are grouped) and plain PyTorch."""
-    found = {}
-    for backend in BACKENDS:
-        found[f"sdpa {backend}"] = lambda q, k, v, backend=backend: sdpa_decode(backend, q, k, v)
-        if num_heads != num_kv_heads:
-            found[f"sdpa {backend} gqa"] = lambda q, k, v, backend=backend: sdpa_decode_gqa(backend, q, k, v)
+    found = {f"sdpa {backend}": functools.partial(sdpa_decode, backend) for backend in BACKENDS}
+    if num_heads != num_kv_heads:
+        found |= {f"sdpa {backend} gqa": functools.partial(sdpa_decode_gqa, backend) for backend in BACKENDS}
     found["grouped matmul"] = grouped_matmul_decode
+    return found
+
+
+def prefill_contenders(num_heads, num_kv_heads):
+    """name -> function(q, k, v), causal: every SDPA backend; grouped heads by ``enable_gqa`` and repeated."""
+    grouped = num_heads != num_kv_heads
+
+    def plain(backend, q, k, v):
+        return sdpa(backend, q, k, v, is_causal=True, enable_gqa=grouped)
+
+    def repeated(backend, q, k, v):
+        k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
+        return sdpa(backend, q, k, v, is_causal=True)
+
+    found = {f"sdpa {backend}": functools.partial(plain, backend) for backend in BACKENDS}
+    if grouped:
+        found |= {f"sdpa {backend} repeated": functools.partial(repeated, backend) for backend in BACKENDS}
     return found

@@ -1,0 +1,49 @@
+"""Decode against eager PyTorch: the same work for all, cache update included."""
+
+import pytest
+import torch
+from fake_gpu import NAME, run_script
+
+from benchmarks import common
+from benchmarks import decode_vs_eager as script
+
+pytest_plugins = ["fake_gpu"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    for name, value in {"NUM_HEADS": 4, "NUM_KV_HEADS": 2, "HEAD_DIM": 16, "TINY_LENGTHS": [20], "SPARE": 8}.items():
+        monkeypatch.setattr(script, name, value)
+
+
+def test_contenders_append_and_leave_the_rest_alone(device):
+    dtype = torch.float32
+    for name in ("triton", "eager slice", "grouped matmul", "sdpa"):
+        step = script.make_step(20, dtype, device)
+        before = step.k_cache.clone()
+        script.CONTENDERS[name](step)
+        assert torch.equal(step.k_cache[:, :, 19:20], step.k_new)
+        before[:, :, 19] = step.k_cache[:, :, 19]
+        assert torch.equal(step.k_cache, before)
+    assert all(found.ok for found in script.check_all(script.make_step(20, dtype, device)).values())
+
+
+def test_without_a_gpu_no_times_and_no_file(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(script.cli, "resolve_device", lambda name: torch.device("cpu"))
+    assert run_script(monkeypatch, script, "--results-dir", tmp_path)
+    output = capsys.readouterr().out
+    assert "times mean nothing" in output and " us" not in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_measured_rows(monkeypatch, fake_gpu):
+    assert run_script(monkeypatch, script, "--lengths", "20,33", "--samples", "2", "--results-dir", fake_gpu)
+    rows = common.load_results(fake_gpu / common.slug(NAME) / "decode_vs_eager.json")["rows"]
+    assert [row["status"] for row in rows] == [common.PASSED] * 10
+    assert all(row["peak_memory_bytes"] == 1000 and row["call_median_ms"] > 0 for row in rows)
+
+
+def test_a_wrong_kernel_fails(monkeypatch, fake_gpu):
+    monkeypatch.setitem(script.CONTENDERS, script.OURS, lambda step: step.q)
+    assert not run_script(monkeypatch, script, "--lengths", "20", "--results-dir", fake_gpu)
