@@ -31,6 +31,7 @@ import triton.language as tl
 
 import cli
 import config
+from benchmarks import counts
 from model.decode_attention_ref import decode_attention_ref
 
 # Version of the result file's layout; readers refuse any other.
@@ -215,28 +216,10 @@ def share_text(rate_gb_per_s, bandwidth_gb_per_s):
 # --- Checks before speed ---------------------------------------------------------------------------------------------
 
 
-class Check(NamedTuple):
-    """ok: the error is within the bar; error, native_error: largest absolute deviations from the reference."""
-
-    ok: bool
-    error: float
-    native_error: float
-
-
-# This project's kernels may deviate from the reference 1.5 times as far as PyTorch does. For PyTorch's own backends the
-# check only has to catch a contender that does other work.
-OURS_FACTOR, CONTENDER_FACTOR = 1.5, 8.0
-
-
-def check_against(out, reference, native, *, factor=OURS_FACTOR):
-    """``out`` may deviate from ``reference`` by ``factor`` times what ``native`` (PyTorch, same dtype) does.
-
-    One rounding band of the dtype is granted on top. NaN never passes.
-    """
-    error = (out.double() - reference.double()).abs().max().item()
-    native_error = (native.double() - reference.double()).abs().max().item()
-    band = torch.finfo(out.dtype).eps * reference.abs().max().item()
-    return Check(error <= factor * native_error + band, error, native_error)
+# How much farther from the reference than PyTorch an answer may be before it is refused a time. Tests hold this
+# project's kernels to 1.5 on many inputs; few inputs make a noisier maximum. For PyTorch's own backends the check only
+# has to catch a contender that does other work.
+OURS_FACTOR, CONTENDER_FACTOR = 2.0, 8.0
 
 
 def decode_reference64(q, k_cache, v_cache, cache_len):
@@ -431,3 +414,15 @@ def random_prompt(vocab_size, length, seed, device):
     """Token ids [1, length], the same for every contender and device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (1, length), generator=generator).to(device)
+
+
+def print_floor(model_config, context, dtype, bandwidth_gb_per_s):
+    """Print what bounds a decode step at ``context`` from below, and return it in ms."""
+    num_bytes = counts.decode_step_bytes(model_config, context, itemsize=dtype.itemsize)
+    kv_bytes = num_bytes - counts.decode_step_bytes(model_config, 0, itemsize=dtype.itemsize)
+    floor = counts.floor_ms(num_bytes, bandwidth_gb_per_s)
+    print(
+        f"Ceiling at context {context}: {(num_bytes - kv_bytes) / 1e9:.3f} GB of weights and {kv_bytes / 1e9:.3f} GB "
+        f"of KV cache at {bandwidth_gb_per_s:.0f} GB/s: {floor:.3f} ms per token, {1e3 / floor:.0f} tokens/s."
+    )
+    return floor

@@ -6,6 +6,8 @@ Hugging Face Phi-3 config (or anything with its attributes).
 
 from typing import NamedTuple
 
+from model.load_model import head_dim
+
 
 def attention_decode_bytes(batch, num_heads, num_kv_heads, cache_len, head_dim, itemsize):
     """Bytes that one decode attention must move: K and V read once, q read, the output written."""
@@ -36,11 +38,6 @@ class ModelBytes(NamedTuple):
     lm_head: int
     embedding: int
     norms: int
-
-
-def head_dim(config):
-    """Size of one attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def weight_bytes(config, itemsize=2):

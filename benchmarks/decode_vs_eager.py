@@ -22,6 +22,7 @@ from benchmarks import common, contenders, counts
 # isort: split
 import cli
 from kernels.decode_attention_wrapper import decode_attention
+from model.accuracy import judge
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 LENGTHS = [512, 1024, 2048, 4096, 8192]
@@ -89,11 +90,11 @@ CONTENDERS = {
 
 
 def check_all(step):
-    """name -> Check of every contender against float64, SDPA's error being the bar."""
+    """name -> Accuracy of every contender against float64, SDPA's error being the bar."""
     k, v = torch.cat([step.k_old, step.k_new], dim=2), torch.cat([step.v_old, step.v_new], dim=2)
     reference, native = common.decode_reference64(step.q, k, v, k.shape[2]), sdpa(step.q, k, v)
     return {
-        name: common.check_against(
+        name: judge(
             function(step), reference, native, factor=common.OURS_FACTOR if name == OURS else common.CONTENDER_FACTOR
         )
         for name, function in CONTENDERS.items()
@@ -105,7 +106,7 @@ def check_tiny(device, dtype):
     rows = []
     for cache_len in TINY_LENGTHS:
         for name, found in check_all(make_step(cache_len, dtype, device)).items():
-            rows.append((cache_len, name, f"{found.error:.1e}", found.ok))
+            rows.append((cache_len, name, f"{found.max_error:.1e}", found.ok))
     cli.table(("cache_len", "contender", "max error", "right"), rows)
     return all(row[-1] for row in rows)
 
@@ -126,7 +127,7 @@ def measure_length(cache_len, dtype, device, samples, results):
     for name, found in checks.items():
         case = {"cache_len": cache_len, "contender": name}
         if name not in right:
-            reason = f"max error {found.error:.2e}, SDPA's own {found.native_error:.2e}"
+            reason = f"max error {found.max_error:.2e}, SDPA's own {found.native_max_error:.2e}"
             rows[name] = results.add(case, common.INCORRECT, reason=reason)
         elif isinstance(on_gpu[name], Exception):
             rows[name] = results.add_error(case, on_gpu[name])

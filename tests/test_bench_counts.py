@@ -53,11 +53,6 @@ def test_decode_step_reads_weights_and_the_keys_in_view():
     assert difference == 2 * 8 * 393_216
 
 
-def test_head_dim_is_the_configs_own_where_it_has_one():
-    assert counts.head_dim(PHI3_MINI) == 96
-    assert counts.head_dim(SimpleNamespace(head_dim=64, hidden_size=3072, num_attention_heads=32)) == 64
-
-
 def test_rates_are_decimal():
     assert counts.gb_per_s(4_660_000_000, 1.0) == pytest.approx(4660)
     assert counts.floor_ms(7_445_000_000, 4660) == pytest.approx(1.598, abs=1e-3)

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from fake_gpu import NAME, run_script
 
-from benchmarks import common
+from benchmarks import common, contenders
 from benchmarks import compare_decode_latency as script
 
 pytest_plugins = ["fake_gpu"]
@@ -12,26 +11,27 @@ pytest_plugins = ["fake_gpu"]
 
 @pytest.fixture
 def small(monkeypatch):
+    """Small shapes, and PyTorch in the kernel's place: what is tested here is the script."""
     monkeypatch.setattr(script, "SHAPES", script.TINY_SHAPES)
+    monkeypatch.setattr(script, "decode_attention", stand_in)
 
 
-def rows_of(folder):
-    return common.load_results(folder / common.slug(NAME) / "compare_decode_latency.json")["rows"]
+def stand_in(q, k, v, length):
+    return contenders.grouped_matmul_decode(q, k[:, :, : int(length)], v[:, :, : int(length)])
 
 
-def test_without_a_gpu_no_times_and_no_file(monkeypatch, tmp_path, capsys):
+def test_without_a_gpu_no_times_and_no_file(monkeypatch, no_gpu, capsys):
     monkeypatch.setattr(script, "TINY_LENGTHS", [20])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(script.cli, "resolve_device", lambda name: torch.device("cpu"))
-    assert run_script(monkeypatch, script, "--results-dir", tmp_path)
+    monkeypatch.setattr(script, "TINY_SHAPES", script.TINY_SHAPES[1:])
+    assert no_gpu.run(script)
     output = capsys.readouterr().out
     assert "times mean nothing" in output and " us" not in output and "GB/s" not in output
-    assert list(tmp_path.iterdir()) == []
+    assert list(no_gpu.folder.iterdir()) == []
 
 
 def test_measured_rows(monkeypatch, fake_gpu, small, capsys):
-    assert run_script(monkeypatch, script, "--lengths", "40", "--shapes", "0,1", "--results-dir", fake_gpu)
-    rows = rows_of(fake_gpu)
+    assert fake_gpu.run(script, "--lengths", "40", "--shapes", "0,1")
+    rows = fake_gpu.rows("compare_decode_latency")
     ours = [row for row in rows if row["case"]["contender"] == script.OURS]
     assert [row["case"]["shape"] for row in ours] == [shape.name for shape in script.TINY_SHAPES]
     for row in ours:
@@ -45,12 +45,11 @@ def test_measured_rows(monkeypatch, fake_gpu, small, capsys):
 
 
 def test_a_wrong_kernel_is_incorrect_untimed_and_fails(monkeypatch, fake_gpu, small):
-    right = script.decode_attention
     monkeypatch.setattr(
-        script, "decode_attention", lambda q, k, v, n: right(q, k, v, n - 1 if isinstance(n, int) else n)
+        script, "decode_attention", lambda q, k, v, n: stand_in(q, k, v, n - 1 if isinstance(n, int) else n)
     )
-    assert not run_script(monkeypatch, script, "--lengths", "40", "--shapes", "1", "--results-dir", fake_gpu)
-    wrong = [row for row in rows_of(fake_gpu) if row["case"]["contender"] == script.OURS]
+    assert not fake_gpu.run(script, "--lengths", "40", "--shapes", "1")
+    wrong = [row for row in fake_gpu.rows("compare_decode_latency") if row["case"]["contender"] == script.OURS]
     assert [row["status"] for row in wrong] == [common.INCORRECT]
     assert "median_ms" not in wrong[0] and "max error" in wrong[0]["reason"]
 
@@ -60,8 +59,8 @@ def test_out_of_memory_is_a_row(monkeypatch, fake_gpu, small):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(script, "make_inputs", no_memory)
-    assert run_script(monkeypatch, script, "--lengths", "40", "--shapes", "0", "--results-dir", fake_gpu)
-    assert [row["status"] for row in rows_of(fake_gpu)] == [common.OOM]
+    assert fake_gpu.run(script, "--lengths", "40", "--shapes", "0")
+    assert [row["status"] for row in fake_gpu.rows("compare_decode_latency")] == [common.OOM]
 
 
 def test_gain_is_against_the_fastest_other():

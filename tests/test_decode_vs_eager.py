@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from fake_gpu import NAME, run_script
 
 from benchmarks import common
 from benchmarks import decode_vs_eager as script
@@ -28,22 +27,21 @@ def test_contenders_append_and_leave_the_rest_alone(device):
     assert all(found.ok for found in script.check_all(script.make_step(20, dtype, device)).values())
 
 
-def test_without_a_gpu_no_times_and_no_file(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(script.cli, "resolve_device", lambda name: torch.device("cpu"))
-    assert run_script(monkeypatch, script, "--results-dir", tmp_path)
+def test_without_a_gpu_no_times_and_no_file(no_gpu, capsys):
+    assert no_gpu.run(script)
     output = capsys.readouterr().out
     assert "times mean nothing" in output and " us" not in output
-    assert list(tmp_path.iterdir()) == []
+    assert list(no_gpu.folder.iterdir()) == []
 
 
 def test_measured_rows(monkeypatch, fake_gpu):
-    assert run_script(monkeypatch, script, "--lengths", "20,33", "--samples", "2", "--results-dir", fake_gpu)
-    rows = common.load_results(fake_gpu / common.slug(NAME) / "decode_vs_eager.json")["rows"]
+    monkeypatch.setitem(script.CONTENDERS, script.OURS, script.CONTENDERS["grouped matmul"])
+    assert fake_gpu.run(script, "--lengths", "20,33", "--samples", "2")
+    rows = fake_gpu.rows("decode_vs_eager")
     assert [row["status"] for row in rows] == [common.PASSED] * 10
     assert all(row["peak_memory_bytes"] == 1000 and row["call_median_ms"] > 0 for row in rows)
 
 
 def test_a_wrong_kernel_fails(monkeypatch, fake_gpu):
     monkeypatch.setitem(script.CONTENDERS, script.OURS, lambda step: step.q)
-    assert not run_script(monkeypatch, script, "--lengths", "20", "--results-dir", fake_gpu)
+    assert not fake_gpu.run(script, "--lengths", "20")
