@@ -410,6 +410,13 @@ def default_model(path):
     return path or ("random:phi-3-mini-4k" if torch.cuda.is_available() else "random:tiny")
 
 
+def add_model_argument(parser):
+    """Add ``--model-path``; ``default_model`` reads it."""
+    parser.add_argument(
+        "--model-path", metavar="PATH", help="checkpoint or random:<preset>; default random:phi-3-mini-4k, on the CPU tiny"
+    )
+
+
 def random_prompt(vocab_size, length, seed, device):
     """Token ids [1, length], the same for every contender and device."""
     generator = torch.Generator().manual_seed(seed)
