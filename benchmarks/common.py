@@ -413,7 +413,9 @@ def default_model(path):
 def add_model_argument(parser):
     """Add ``--model-path``; ``default_model`` reads it."""
     parser.add_argument(
-        "--model-path", metavar="PATH", help="checkpoint or random:<preset>; default random:phi-3-mini-4k, on the CPU tiny"
+        "--model-path",
+        metavar="PATH",
+        help="checkpoint or random:<preset>; default random:phi-3-mini-4k, on the CPU tiny",
     )
 
 

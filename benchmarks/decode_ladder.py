@@ -1,12 +1,13 @@
 """The ladder: what each idea buys, from Hugging Face generate to fused kernels, in one process on the same work.
 
-Every rung decodes the same prompt (batch 1) at several context lengths, rungs alternating, each token handed to the host
-as it comes. ms/token is that wall time; GPU busy is what the device worked per token by its own trace, the rest it
+Every rung decodes the same prompt (batch 1) at several context lengths, rungs alternating, each token handed to the
+host as it comes. ms/token is that wall time; GPU busy is what the device worked per token by its own trace, the rest it
 waited. The floor is the time to read the weights and the KV cache once at the measured bandwidth. A rung is timed only
 after its logits agreed with Hugging Face's at the same context; one that is not there or not possible on this GPU is a
 SKIPPED row with its reason. "bought" is the time saved against the rung before; the parts add up to the whole.
 """
 
+import functools
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from profiling.tracing import trace_events
 
 
 class Rung(NamedTuple):
-    """number: position on the ladder ("0s" stands beside it); path: a rung of model/generate.py, or Hugging Face's cache."""
+    """number: place on the ladder ("0s" stands beside it); path: of model/generate.py, or Hugging Face's cache."""
 
     number: str
     name: str
@@ -75,14 +76,13 @@ class HuggingFace:
         return end_to_end.run_hf(self.model, self.input_ids, self.new_tokens, self.cache)
 
     def gpu_work(self, steps):
-        """From two traces, of 1 + ``steps`` tokens and of one: what is left is decoding."""
-        layers = self.model.config.num_hidden_layers
+        """From two traces, of ``steps`` tokens more and of two: what is left is decoding."""
 
         def trace(tokens):
-            call = lambda: hf_generate(self.model, self.input_ids, tokens, cache=self.cache)  # noqa: E731
-            return digest(trace_events(call), 1, layers)
+            call = functools.partial(end_to_end.run_hf, self.model, self.input_ids, tokens, self.cache)
+            return digest(trace_events(call), 1, self.model.config.num_hidden_layers)
 
-        both, prompt = trace(1 + steps), trace(1)
+        both, prompt = trace(2 + steps), trace(2)
         return GpuWork(*((getattr(both, name) - getattr(prompt, name)) / steps for name in GpuWork._fields))
 
 
@@ -218,7 +218,8 @@ def add_bought(rows):
 
 
 COLUMNS = (
-    "rung", "what it adds", "ms/token", "tokens/s", "% of floor", "GPU busy", "GPU idle", "kernels", "launches", "bought",
+    "rung", "what it adds", "ms/token", "tokens/s", "% of floor", "GPU busy", "GPU idle", "kernels", "launches",
+    "bought",
 )  # fmt: skip
 
 

@@ -88,8 +88,8 @@ def run_ours(model, input_ids, new_tokens, kv_cache, *, path="triton", decoder=N
 def check_decoder(model, input_ids, reference_ids, reference_logits, kv_cache, *, path="triton", make_decoder):
     """TokenCheck of a rung with Hugging Face's tokens fed in; not ok either where its ``run`` and ``step`` disagree.
 
-    reference_ids [1, N] and reference_logits [1, N, vocab] come from ``hf_generate``; ``make_decoder()`` gives a decoder
-    for the emptied ``kv_cache``.
+    reference_ids [1, N] and reference_logits [1, N, vocab] come from ``hf_generate``; ``make_decoder()`` gives a
+    decoder for the emptied ``kv_cache``.
     """
 
     def run(**options):

@@ -6,7 +6,7 @@ import torch
 from benchmarks import common, contenders
 from benchmarks import compare_decode_latency as script
 
-pytest_plugins = ["fake_gpu"]
+pytest_plugins = ["tests.fake_gpu"]
 
 
 @pytest.fixture

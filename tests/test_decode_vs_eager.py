@@ -6,7 +6,7 @@ import torch
 from benchmarks import common
 from benchmarks import decode_vs_eager as script
 
-pytest_plugins = ["fake_gpu"]
+pytest_plugins = ["tests.fake_gpu"]
 
 
 @pytest.fixture(autouse=True)

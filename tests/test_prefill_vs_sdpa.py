@@ -7,7 +7,7 @@ import pytest
 from benchmarks import common, contenders
 from benchmarks import prefill_vs_sdpa as script
 
-pytest_plugins = ["fake_gpu"]
+pytest_plugins = ["tests.fake_gpu"]
 
 
 @pytest.fixture(autouse=True)
