@@ -4,11 +4,14 @@ Both hand every token to the host as it comes (a streamer there, ``on_token`` he
 (prefill) and time per further token (decode) come from the same run and mean the same for all.
 """
 
+import statistics
 import time
 from typing import NamedTuple
 
 import torch
 
+import cli
+from benchmarks import common
 from model.generate import generate, greedy
 from model.token_check import check_tokens
 
@@ -118,3 +121,44 @@ def check_until_parting(model, input_ids, reference_ids, reference_logits, ids, 
     differs = (reference_ids[0, :steps] != ids[0, :steps].to(reference_ids.device)).nonzero().flatten().tolist()
     same = differs[0] + 1 if differs else steps
     return check_tokens(model, input_ids, reference_ids[:, :same], reference_logits[:, :same], logits[:, :same])
+
+
+# --- What steps 5 and 6 share ----------------------------------------------------------------------------------------
+
+
+def add_arguments(parser):
+    """Flags of a whole-model script."""
+    common.add_model_argument(parser)
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="length of the prompt")
+    parser.add_argument("--runs", type=int, default=3, help="timed generations of each contender")
+
+
+def add_runs(results, case, runs, first_call_ms, floor_ms, peak_memory_bytes):
+    """The result row of several Runs. Prefill (ttft) and decode (per token) are apart; both keep their samples."""
+    timing = common.Timing([run.ms_per_token for run in runs], first_call_ms)
+    return results.add(
+        case, timing=timing, tokens_per_s=1e3 / timing.median_ms, share_of_floor=floor_ms / timing.median_ms,
+        ttft_ms=statistics.median(run.ttft_ms for run in runs), ttft_samples_ms=[run.ttft_ms for run in runs],
+        total_ms=statistics.median(run.total_ms for run in runs), peak_memory_bytes=peak_memory_bytes,
+    )  # fmt: skip
+
+
+COLUMNS = ("contender", "TTFT ms", "ms/token", "tokens/s", "% of floor", "total ms", "memory MB", "first call ms")
+
+
+def show(rows):
+    """Print the rows of ``add_runs``; those that were not measured with their reason."""
+    lines = []
+    for row in rows:
+        if row["status"] != common.PASSED:
+            lines.append((row["case"]["contender"], row["status"], *["-"] * 6))
+            continue
+        lines.append((
+            row["case"]["contender"], f"{row['ttft_ms']:.1f}", f"{row['median_ms']:.3f}", f"{row['tokens_per_s']:.0f}",
+            f"{100 * row['share_of_floor']:.0f}", f"{row['total_ms']:.0f}", f"{row['peak_memory_bytes'] / 1e6:.0f}",
+            f"{row['first_call_ms']:.0f}",
+        ))  # fmt: skip
+    cli.table(COLUMNS, lines)
+    for row in rows:
+        if row["status"] != common.PASSED:
+            print(f"{row['status']}: {row['case']['contender']}: {row['reason']}")
