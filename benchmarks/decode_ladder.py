@@ -122,15 +122,8 @@ class Ours:
         token = greedy(prefill(self.model, self.input_ids, self.kv_cache))
         token = greedy(decoder.step(token))  # the first step of a rung may set things up
 
-        def decode():
-            tokens = token
-            if hasattr(decoder, "run"):
-                decoder.run(tokens, steps)
-                return
-            for _ in range(steps):
-                tokens = greedy(decoder.step(tokens))
-
-        found = digest(trace_events(decode), steps, self.model.config.num_hidden_layers)
+        events = trace_events(functools.partial(end_to_end.decode_steps, decoder, token, steps))
+        found = digest(events, steps, self.model.config.num_hidden_layers)
         return GpuWork(found.busy_ms, found.kernels, found.launches)
 
 

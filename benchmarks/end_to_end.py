@@ -9,6 +9,7 @@ import time
 from typing import NamedTuple
 
 import torch
+from torch.profiler import record_function
 
 import cli
 from benchmarks import common
@@ -86,6 +87,20 @@ def run_ours(model, input_ids, new_tokens, kv_cache, *, path="triton", decoder=N
         model, input_ids, new_tokens, path=path, kv_cache=kv_cache, eos_token_ids=(), on_token=times, decoder=decoder
     )
     return times.run(ids)
+
+
+@torch.no_grad()
+def decode_steps(decoder, token_ids, steps):
+    """Let a decoder choose ``steps`` tokens after ``token_ids`` [1] -> the last one [1], on the device.
+
+    A decoder that feeds itself does; for the others the loop is here, with a named range per step for the profiler.
+    """
+    if hasattr(decoder, "run"):
+        return decoder.run(token_ids, steps)[:, -1]
+    for number in range(steps):
+        with record_function(f"decode step {number}"):
+            token_ids = greedy(decoder.step(token_ids))
+    return token_ids
 
 
 def check_decoder(model, input_ids, reference_ids, reference_logits, kv_cache, *, path="triton", make_decoder):
