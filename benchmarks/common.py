@@ -1,0 +1,437 @@
+"""What the measuring scripts share: timing, the memory's own speed, checks before speed, and result files.
+
+Method. Kernels are timed as CUDA-graph replays that run once over each of several input sets, together at least four
+times the L2, so that every launch finds its inputs in memory and not in the cache ("cold L2"). Contenders alternate
+within one process; the median counts and all samples are kept. The first call, which compiles, is listed apart.
+A result file is written only on a CUDA device: results/<gpu>/<script>.json, schema below.
+"""
+
+import datetime
+import functools
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+import kernels  # noqa: F401  decides about the interpreter before triton is imported
+
+# isort: split
+import triton
+import triton.language as tl
+
+import cli
+import config
+from benchmarks import counts
+from model.decode_attention_ref import decode_attention_ref
+
+# Version of the result file's layout; readers refuse any other.
+SCHEMA = 1
+
+# Status of a row. INCORRECT rows carry no times: no speed without a right answer.
+PASSED, INCORRECT, OOM, SKIPPED = "PASSED", "INCORRECT", "OOM", "SKIPPED"
+
+# Input sets together take this many times the L2.
+COLD_L2_FACTOR = 4
+
+# A rate this far over the measured bandwidth cannot come from memory.
+IMPOSSIBLE_SHARE = 1.05
+
+
+# --- Timing ----------------------------------------------------------------------------------------------------------
+
+
+class Timing(NamedTuple):
+    """Milliseconds of each timed call, and of the first one (compilation included), which is not among them."""
+
+    samples_ms: list[float]
+    first_call_ms: float
+
+    @property
+    def median_ms(self):
+        return statistics.median(self.samples_ms)
+
+    def per(self, count):
+        """The same timing for one of ``count`` equal parts of a call (launches of a graph, tokens of a run)."""
+        return Timing([sample / count for sample in self.samples_ms], self.first_call_ms)
+
+    def numbers(self):
+        """The fields of a result row."""
+        ordered = sorted(self.samples_ms)
+        return {
+            "median_ms": self.median_ms,
+            "p20_ms": ordered[int(0.2 * (len(ordered) - 1))],
+            "p80_ms": ordered[math.ceil(0.8 * (len(ordered) - 1))],
+            "std_ms": statistics.pstdev(ordered),
+            "first_call_ms": self.first_call_ms,
+            "samples_ms": self.samples_ms,
+        }
+
+
+class EventClock:
+    """GPU time between two CUDA events; the events are read only once the device is synchronised."""
+
+    synchronize = staticmethod(torch.cuda.synchronize)
+
+    def record(self, function):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        stop.record()
+        return lambda: start.elapsed_time(stop)
+
+
+class WallClock:
+    """Time on the host's clock, with the device synchronised before the start and before the stop."""
+
+    def __init__(self, device, *, synchronize=None, now=time.perf_counter):
+        cuda = torch.device(device).type == "cuda"
+        self.synchronize = synchronize or (torch.cuda.synchronize if cuda else lambda: None)
+        self.now = now
+
+    def record(self, function):
+        self.synchronize()
+        start = self.now()
+        function()
+        self.synchronize()
+        elapsed_ms = (self.now() - start) * 1e3
+        return lambda: elapsed_ms
+
+
+def measure(contenders, clock, *, warmup, samples, now=time.perf_counter):
+    """Time each of ``contenders`` (name -> function), alternating between them -> name -> Timing."""
+    first_call_ms, pending = {}, {name: [] for name in contenders}
+    for name, function in contenders.items():
+        first_call_ms[name] = WallClock("cpu", synchronize=clock.synchronize, now=now).record(function)()
+        for _ in range(warmup):
+            function()
+    clock.synchronize()
+    for _ in range(samples):
+        for name, function in contenders.items():
+            pending[name].append(clock.record(function))
+    clock.synchronize()
+    return {name: Timing([read() for read in reads], first_call_ms[name]) for name, reads in pending.items()}
+
+
+def capture(functions):
+    """One CUDA graph that runs ``functions`` in order -> its replay function."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for function in functions:
+            function()
+    return graph.replay
+
+
+def measure_cold(contenders, *, warmup=3, samples=20):
+    """Time contenders, each a list of functions that do the same work on another input set, as CUDA-graph replays.
+
+    -> name -> Timing of one launch, or, where a contender does not run, the exception that says why.
+    """
+    outcome, replays = {}, {}
+    for name, functions in contenders.items():
+        try:
+            first_call_ms = WallClock("cuda").record(functions[0])()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                functions[-1]()
+            torch.cuda.synchronize()
+            replays[name] = capture(functions)
+            outcome[name] = first_call_ms
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            outcome[name] = error
+    timings = measure(replays, EventClock(), warmup=warmup, samples=samples)
+    for name, timing in timings.items():
+        outcome[name] = Timing(timing.per(len(contenders[name])).samples_ms, outcome[name])
+    return outcome
+
+
+def input_sets(bytes_per_set, l2_bytes):
+    """How many input sets make a cold L2; at least two."""
+    return max(2, math.ceil(COLD_L2_FACTOR * l2_bytes / bytes_per_set))
+
+
+def peak_memory_bytes(function):
+    """Most memory that a call of ``function`` takes on top of what is allocated before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+# --- The memory's own speed ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _read_kernel(source_ptr, out_ptr, BLOCK: tl.constexpr):
+    # One program = one block, read once. The sum keeps the loads alive; its one store per 32 KiB is not counted.
+    pid = tl.program_id(0)
+    offsets = pid.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + pid, tl.sum(tl.load(source_ptr + offsets)))
+
+
+# Elements (int32) per program and warps: the best of them is the device's read bandwidth.
+READ_CONFIGS = ((4096, 4), (8192, 8), (8192, 4))
+
+
+def read_sum(source, out, block=8192, num_warps=8):
+    """Sum of each ``block`` elements of ``source`` (int32, a multiple of ``block`` long) into ``out``."""
+    _read_kernel[(source.numel() // block,)](source, out, BLOCK=block, num_warps=num_warps)
+
+
+@functools.cache
+def read_bandwidth_gb_per_s():
+    """The bandwidth of the current GPU's memory, measured: the best of a few large read-only kernels, in GB/s."""
+    free_bytes, _ = torch.cuda.mem_get_info()
+    elements = min(2**28, free_bytes // 16) // 8192 * 8192
+    source = torch.randint(-(2**31), 2**31 - 1, (elements,), dtype=torch.int32, device="cuda")
+    out = torch.empty(elements // 4096, dtype=torch.int32, device="cuda")
+    contenders = {
+        setting: functools.partial(read_sum, source, out, *setting) for setting in READ_CONFIGS
+    }  # fmt: skip
+    timings = measure(contenders, EventClock(), warmup=3, samples=20)
+    return source.nbytes / min(timing.median_ms for timing in timings.values()) / 1e6
+
+
+def l2_bytes():
+    """Size of the current GPU's L2 cache."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+
+
+def share_text(rate_gb_per_s, bandwidth_gb_per_s):
+    """The rate in % of the measured bandwidth; flagged where memory cannot have delivered it."""
+    share = rate_gb_per_s / bandwidth_gb_per_s
+    return f"{100 * share:.1f}" if share <= IMPOSSIBLE_SHARE else f"{100 * share:.0f} (cache)"
+
+
+# --- Checks before speed ---------------------------------------------------------------------------------------------
+
+
+# How much farther from the reference than PyTorch an answer may be before it is refused a time. Tests hold this
+# project's kernels to 1.5 on many inputs; few inputs make a noisier maximum. For PyTorch's own backends the check only
+# has to catch a contender that does other work.
+OURS_FACTOR, CONTENDER_FACTOR = 2.0, 8.0
+
+
+def decode_reference64(q, k_cache, v_cache, cache_len):
+    """decode_attention_ref in float64, one KV head at a time so that long caches fit -> [B, Hq, D] float64."""
+    groups = q.double().chunk(k_cache.shape[1], dim=1)
+    heads = (
+        decode_attention_ref(group, k_cache[:, h : h + 1].double(), v_cache[:, h : h + 1].double(), cache_len)
+        for h, group in enumerate(groups)
+    )
+    return torch.cat(list(heads), dim=1)
+
+
+# --- Result files ----------------------------------------------------------------------------------------------------
+
+SMI_FIELDS = (
+    "driver_version", "power.limit", "power.draw", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem",
+    "temperature.gpu",
+)  # fmt: skip
+
+
+def _smi():
+    """What nvidia-smi says about the current GPU (read only); empty where it is not there or refuses."""
+    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
+    command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    if uuid is not None:
+        command.append(f"--id=GPU-{uuid}")
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = [value.strip() for value in answer.splitlines()[0].split(",")]
+    return dict(zip(SMI_FIELDS, values, strict=True))
+
+
+def _commit():
+    """Commit of the working tree, "-dirty" where files differ from it; PHI_TRITON_COMMIT where there is no git."""
+    command = ["git", "-C", str(config.ROOT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("PHI_TRITON_COMMIT", "unknown")
+
+
+def environment():
+    """Where and with what the numbers were taken; clocks and power as they are at the moment of asking."""
+    import transformers
+
+    block = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "platform": platform.platform(terse=True),
+        "commit": _commit(),
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        smi = _smi()
+        block |= {
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "sm_count": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": properties.L2_cache_size,
+            "cuda": torch.version.cuda,
+            "driver": smi.pop("driver_version", "unknown"),
+            "clocks_and_power": smi,
+        }
+    return block
+
+
+def slug(name):
+    """``NVIDIA H200`` -> ``nvidia-h200``: the name of a GPU's folder under results/."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+class Results:
+    """The rows of one run of one script, and the file that they go to.
+
+    configuration: what the run was asked to do (flags, sizes). Each row has a ``case`` (what was measured, the row's
+    identity when two files are compared), a ``status``, and numbers with their unit in the name.
+    """
+
+    def __init__(self, script, configuration):
+        self.script = script
+        self.configuration = configuration
+        self.rows = []
+        self.numbers = {}
+
+    def add(self, case, status=PASSED, *, timing=None, reason=None, **numbers):
+        """Append a row and return it. Only a PASSED row may carry a timing."""
+        if timing is not None and status != PASSED:
+            raise ValueError(f"a {status} row carries no times")
+        row = {"case": case, "status": status}
+        if reason is not None:
+            row["reason"] = reason
+        row |= numbers | (timing.numbers() if timing is not None else {})
+        self.rows.append(row)
+        return row
+
+    def add_error(self, case, error):
+        """A row for a contender that did not run: OOM, or SKIPPED with the first line of the reason."""
+        status = OOM if isinstance(error, torch.OutOfMemoryError) else SKIPPED
+        return self.add(case, status, reason=(str(error).strip() or type(error).__name__).splitlines()[0][:200])
+
+    def write(self, directory=None):
+        """Write results/<gpu>/<script>.json and return its path; RuntimeError without a CUDA device."""
+        if not torch.cuda.is_available():
+            raise RuntimeError("results are measured on a CUDA device; interpreter times mean nothing")
+        return self.write_as(torch.cuda.get_device_name(), directory)
+
+    def write_as(self, place, directory=None):
+        """Write results/<place>/<script>.json and return its path (for what no GPU has to run: compiled code)."""
+        content = {
+            "schema": SCHEMA,
+            "script": self.script,
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "environment": environment(),
+            "configuration": self.configuration,
+            **self.numbers,
+            "rows": self.rows,
+        }
+        path = results_dir(directory) / slug(place) / f"{self.script}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_json(content))
+        return path
+
+
+def results_dir(directory=None):
+    """The folder of result files: ``directory``, or config.RESULTS_DIR; relative to the repository's root."""
+    return config.ROOT / (directory or config.RESULTS_DIR)
+
+
+def _json(content):
+    text = json.dumps(_rounded(content), indent=1)
+    # One line per list of samples, so that a file can be read and compared by eye.
+    return re.sub(r"\[[-+\d.e,\s]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+def _rounded(value):
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def load_results(path):
+    """Read a result file; UsageError where it is missing, no result file, or of another schema."""
+    try:
+        content = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise cli.UsageError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise cli.UsageError(f"{path} is not JSON") from None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise cli.UsageError(f"{path} is not a result file of schema {SCHEMA}; run its script again")
+    return content
+
+
+def finish(results, ok, text, directory=None):
+    """Write the result file where there is a GPU, print the verdict, return ``ok``."""
+    if torch.cuda.is_available():
+        print(f"results: {results.write(directory)}")
+    else:
+        print("No result file: there is no GPU to measure.")
+    return cli.verdict(ok, text)
+
+
+# --- Small things ----------------------------------------------------------------------------------------------------
+
+
+def progress(items, description):
+    """``items`` with a progress bar on stderr; without one where that is no terminal."""
+    return tqdm(items, desc=description, disable=None, leave=False)
+
+
+def number_list(text):
+    """argparse type: ``128,512`` -> [128, 512]."""
+    return [int(part) for part in text.split(",")]
+
+
+def default_model(path):
+    """``path``, or the random-weight model that needs no download: Phi-3 Mini's shape, a tiny one without a GPU."""
+    return path or ("random:phi-3-mini-4k" if torch.cuda.is_available() else "random:tiny")
+
+
+def add_model_argument(parser):
+    """Add ``--model-path``; ``default_model`` reads it."""
+    parser.add_argument(
+        "--model-path",
+        metavar="PATH",
+        help="checkpoint or random:<preset>; default random:phi-3-mini-4k, on the CPU tiny",
+    )
+
+
+def random_prompt(vocab_size, length, seed, device):
+    """Token ids [1, length], the same for every contender and device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (1, length), generator=generator).to(device)
+
+
+def print_floor(model_config, context, dtype, bandwidth_gb_per_s):
+    """Print what bounds a decode step at ``context`` from below, and return it in ms."""
+    num_bytes = counts.decode_step_bytes(model_config, context, itemsize=dtype.itemsize)
+    kv_bytes = num_bytes - counts.decode_step_bytes(model_config, 0, itemsize=dtype.itemsize)
+    floor = counts.floor_ms(num_bytes, bandwidth_gb_per_s)
+    print(
+        f"Ceiling at context {context}: {(num_bytes - kv_bytes) / 1e9:.3f} GB of weights and {kv_bytes / 1e9:.3f} GB "
+        f"of KV cache at {bandwidth_gb_per_s:.0f} GB/s: {floor:.3f} ms per token, {1e3 / floor:.0f} tokens/s."
+    )
+    return floor

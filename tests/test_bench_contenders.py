@@ -1,0 +1,36 @@
+"""Every contender computes the same attention: a comparison of speeds compares the same work."""
+
+import pytest
+import torch
+
+from benchmarks import contenders
+from benchmarks.common import decode_reference64
+from model.decode_attention_ref import attention_ref
+
+
+def agreeing(functions, inputs, reference):
+    """Names of the functions that run on this machine; each of those must match the reference."""
+    names = set()
+    for name, function in functions.items():
+        try:
+            out = function(*inputs)
+        except RuntimeError:
+            continue  # a backend that this machine has not
+        torch.testing.assert_close(out, reference)
+        names.add(name)
+    return names
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
+def test_decode_contenders_agree(num_heads, num_kv_heads):
+    q, k, v = torch.randn(2, num_heads, 16), *torch.randn(2, 2, num_kv_heads, 37, 16)
+    reference = decode_reference64(q, k, v, 37).float()
+    found = contenders.decode_contenders(num_heads, num_kv_heads) | {"eager": contenders.eager_decode}
+    assert {"sdpa math", "grouped matmul", "eager"} <= agreeing(found, (q, k, v), reference)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2)], ids=["mha", "gqa"])
+def test_prefill_contenders_agree(num_heads, num_kv_heads):
+    q, k, v = torch.randn(2, num_heads, 19, 16), *torch.randn(2, 2, num_kv_heads, 19, 16)
+    names = agreeing(contenders.prefill_contenders(num_heads, num_kv_heads), (q, k, v), attention_ref(q, k, v))
+    assert names >= ({"sdpa math"} if num_heads == num_kv_heads else {"sdpa math", "sdpa math repeated"})

@@ -1,0 +1,76 @@
+"""Step 4: its rows, its verdict, and that a wrong kernel gets no time."""
+
+import pytest
+import torch
+
+from benchmarks import common, contenders
+from benchmarks import compare_decode_latency as script
+
+pytest_plugins = ["tests.fake_gpu"]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Small shapes, and PyTorch in the kernel's place: what is tested here is the script."""
+    monkeypatch.setattr(script, "SHAPES", script.TINY_SHAPES)
+    monkeypatch.setattr(script, "decode_attention", stand_in)
+
+
+def stand_in(q, k, v, length):
+    return contenders.grouped_matmul_decode(q, k[:, :, : int(length)], v[:, :, : int(length)])
+
+
+def test_without_a_gpu_no_times_and_no_file(monkeypatch, no_gpu, capsys):
+    monkeypatch.setattr(script, "TINY_LENGTHS", [20])
+    monkeypatch.setattr(script, "TINY_SHAPES", script.TINY_SHAPES[1:])
+    assert no_gpu.run(script)
+    output = capsys.readouterr().out
+    assert "times mean nothing" in output and " us" not in output and "GB/s" not in output
+    assert list(no_gpu.folder.iterdir()) == []
+
+
+def test_measured_rows(monkeypatch, fake_gpu, small, capsys):
+    assert fake_gpu.run(script, "--lengths", "40", "--shapes", "0,1")
+    rows = fake_gpu.rows("compare_decode_latency")
+    ours = [row for row in rows if row["case"]["contender"] == script.OURS]
+    assert [row["case"]["shape"] for row in ours] == [shape.name for shape in script.TINY_SHAPES]
+    for row in ours:
+        assert row["status"] == common.PASSED
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["median_ms"] / 1e6, rel=1e-4)
+        assert row["input_sets"] * row["bytes"] > 4 * 4096
+    assert {"sdpa math", "grouped matmul"} <= {
+        row["case"]["contender"] for row in rows if row["status"] == common.PASSED
+    }
+    assert "Ceiling: memory reads at 100 GB/s" in capsys.readouterr().out
+
+
+def test_a_wrong_kernel_is_incorrect_untimed_and_fails(monkeypatch, fake_gpu, small):
+    monkeypatch.setattr(
+        script, "decode_attention", lambda q, k, v, n: stand_in(q, k, v, n - 1 if isinstance(n, int) else n)
+    )
+    assert not fake_gpu.run(script, "--lengths", "40", "--shapes", "1")
+    wrong = [row for row in fake_gpu.rows("compare_decode_latency") if row["case"]["contender"] == script.OURS]
+    assert [row["status"] for row in wrong] == [common.INCORRECT]
+    assert "median_ms" not in wrong[0] and "max error" in wrong[0]["reason"]
+
+
+def test_out_of_memory_is_a_row(monkeypatch, fake_gpu, small):
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(script, "make_inputs", no_memory)
+    assert fake_gpu.run(script, "--lengths", "40", "--shapes", "0")
+    assert [row["status"] for row in fake_gpu.rows("compare_decode_latency")] == [common.OOM]
+
+
+def test_gain_is_against_the_fastest_other():
+    def row(name, ms):
+        return {"case": {"contender": name}, "status": common.PASSED, "median_ms": ms, "gb_per_s": 50.0, "bytes": 10**6}
+
+    rows = {
+        name: row(name, ms)
+        for name, ms in ((script.OURS, 0.02), (script.OURS_ON_DEVICE, 0.01), ("a", 0.03), ("b", 0.05))
+    }
+    line, gain = script.table_line(128, rows, 100.0)
+    assert gain == pytest.approx(1.5)
+    assert line[:4] == (128, "10.0", "20.0", "10.0") and line[5:8] == ("50.0", "30.0", "a")

@@ -1,0 +1,89 @@
+"""The ladder: what a rung bought adds up, wrong and absent rungs get no time."""
+
+import pytest
+
+from benchmarks import common
+from benchmarks import decode_ladder as script
+from model import generate as generate_module
+
+pytest_plugins = ["tests.fake_gpu"]
+
+SMALL = ("--contexts", "9", "--new-tokens", "3", "--rounds", "2", "--profile-steps", "1", "--static-contexts", "0")
+
+
+@pytest.fixture
+def host_rungs(monkeypatch):
+    """A tiny model, few tokens, and a trace of one kernel of 2 us per run."""
+
+    def trace_events(function):
+        function()
+        return [{"cat": "kernel", "name": "k", "ts": 0, "dur": 2}]
+
+    monkeypatch.setattr(script, "trace_events", trace_events)
+    monkeypatch.setattr(script, "CHECKED_TOKENS", 3)
+    monkeypatch.setattr(common, "default_model", lambda path: "random:tiny")
+
+
+def test_without_a_gpu_no_times_and_no_file(no_gpu, capsys):
+    assert no_gpu.run(script, "--rungs", "0,1,3,4")
+    output = capsys.readouterr().out
+    assert "times mean nothing" in output and "ms" not in output.replace("programs", "")
+    assert list(no_gpu.folder.iterdir()) == []
+
+
+def test_measured_rows(fake_gpu, host_rungs):
+    assert fake_gpu.run(script, *SMALL, "--rungs", "0,0s,1,2")
+    rows = {row["case"]["rung"]: row for row in fake_gpu.rows("decode_ladder")}
+    assert {number: row["status"] for number, row in rows.items()} == {
+        "0": "PASSED", "0s": "SKIPPED", "1": "PASSED", "2": "PASSED",
+    }  # fmt: skip
+    assert "--static-contexts 9" in rows["0s"]["reason"]
+    for number in ("0", "1", "2"):
+        row = rows[number]
+        assert len(row["samples_ms"]) == 2
+        assert row["tokens_per_s"] == pytest.approx(1e3 / row["median_ms"], rel=1e-4)
+        assert row["gpu_idle_ms"] == pytest.approx(row["median_ms"] - row["gpu_busy_ms"], rel=1e-4)
+        assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["median_ms"], rel=1e-4)
+    assert (rows["2"]["kernels_per_token"], rows["2"]["gpu_busy_ms"]) == (1, 0.002)
+    bought = sum(rows[number]["bought_ms"] for number in ("0", "1", "2"))
+    assert bought == pytest.approx(rows["0"]["median_ms"] - rows["2"]["median_ms"], rel=1e-3)
+
+
+def test_a_rung_with_wrong_logits_is_incorrect_and_fails(monkeypatch, fake_gpu, host_rungs):
+    class Wrong(generate_module.PreallocDecoder):
+        def step(self, token_ids):
+            return super().step(token_ids).roll(1, dims=-1)
+
+    monkeypatch.setattr(generate_module, "PreallocDecoder", Wrong)
+    assert not fake_gpu.run(script, *SMALL, "--rungs", "0,1,2")
+    rows = fake_gpu.rows("decode_ladder")
+    assert [row["status"] for row in rows] == ["PASSED", "PASSED", "INCORRECT"]
+    assert "median_ms" not in rows[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ImportError("no such rung"), "SKIPPED"),
+        (ValueError("needs CUDA"), "SKIPPED"),
+        (RuntimeError("bug"), "INCORRECT"),
+    ],
+)
+def test_a_rung_that_raises_is_a_row_with_its_reason(monkeypatch, fake_gpu, host_rungs, error, status):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(script, "make_decoder", fail)
+    assert fake_gpu.run(script, *SMALL, "--rungs", "0,6") == (status == "SKIPPED")
+    row = fake_gpu.rows("decode_ladder")[1]
+    assert row["status"] == status and str(error) in row["reason"]
+
+
+def test_what_the_rungs_bought_adds_up_over_gaps():
+    def row(number, wall):
+        status = common.PASSED if wall else common.SKIPPED
+        return {"case": {"rung": number}, "status": status, "median_ms": wall}
+
+    rows = [row("0", 30.0), row("0s", 5.0), row("1", 25.0), row("2", None), row("3", 26.0), row("4", 2.0)]
+    script.add_bought(rows)
+    assert [r.get("bought_ms") for r in rows] == [0.0, 25.0, 5.0, None, -1.0, 24.0]
