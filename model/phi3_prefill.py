@@ -2,13 +2,16 @@
 
 import torch
 
-from model.phi3_layers import run_layers, sdpa_attention
+from kernels.flash_attention_wrapper import flash_attention
+from model.phi3_layers import run_layers
 from model.rope import rotary_tables, same_factors_for_all
 
 
 @torch.no_grad()
 def prefill(model, input_ids, kv_cache, *, attention_mask=None, chunk_size=None):
     """Run ``input_ids`` [B, S] behind what the cache holds; return the logits [B, vocab] of each last position.
+
+    Attention is this project's flash kernel, on the cache itself.
 
     attention_mask: [B, S], 1 for tokens and 0 for padding on one side (an empty cache only). Padded sequences are moved
     to the left and from then on have lengths of their own in the cache (``kv_cache.lengths``).
@@ -32,7 +35,8 @@ def prefill(model, input_ids, kv_cache, *, attention_mask=None, chunk_size=None)
 
     def attend(layer, q, k, v):
         kv_cache.append(layer, k, v)
-        return sdpa_attention(q, *kv_cache.get(layer), window=window)
+        # Bottom-right aligned: the chunk's last query sees the last key that is written.
+        return flash_attention(q, *kv_cache.get(layer), window=window)
 
     last_hidden = None
     for chunk in input_ids.split(chunk_size or S, dim=1):
