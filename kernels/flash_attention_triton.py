@@ -22,6 +22,10 @@ FlashAttention-2, arXiv 2307.08691 (tiling, and the backward from the forward's 
 import triton
 import triton.language as tl
 
+import kernels
+
+INTERPRETED = tl.constexpr(kernels.INTERPRETED)
+
 # What changes from call to call is not compiled in: no variant for a length of 1, or for multiples of 16.
 _RUNTIME_SIZES = ["S", "T", "lower", "upper", "num_heads", "group_size"]
 
@@ -29,6 +33,9 @@ _RUNTIME_SIZES = ["S", "T", "lower", "upper", "num_heads", "group_size"]
 @triton.jit
 def _dot(a, b, acc):
     """acc + a @ b in float32. "ieee" keeps float32 inputs off TF32; 16-bit inputs are exact products either way."""
+    if INTERPRETED:
+        # The interpreter keeps bfloat16 as its bit pattern, and its dot multiplies those as integers.
+        a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
 
 

@@ -103,9 +103,9 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Three ways a GPU multiplies tiles, and for each kernel the tiles at a head_dim of up to 64, 128 and 256. They are the
-# largest of those tried that compile without spilling registers and fit the smallest GPU of their kind
-# (tests/test_flash_attention.py compiles them all); among these only "wgmma" has been timed, on an H200.
+# Three ways a GPU multiplies tiles, and for each kernel the tiles at a head_dim of up to 64, 128 and 256. Defaults: the
+# largest of those tried that compile without spilling registers and fit the smallest GPU of their kind (the tests
+# compile them all).
 _HEAD_DIMS = (64, 128, 256)
 _TILES = {
     # sm_90 with tensor descriptors: asynchronous products of operands in shared memory (227 KB).
@@ -122,9 +122,9 @@ _TILES = {
     },
     # No tensor cores: float32 in full precision, and everything on sm_75 (64 KB), where Triton emits none.
     "fma": {
-        "forward": (Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1)),
-        "dq": (Tiles(16, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1)),
-        "dk_dv": (Tiles(16, 32, 4, 1), Tiles(16, 16, 8, 1), Tiles(16, 8, 4, 1)),
+        "forward": (Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+        "dq": (Tiles(16, 16, 4, 1), Tiles(16, 16, 8, 1), Tiles(16, 16, 4, 1)),
+        "dk_dv": (Tiles(16, 16, 4, 1), Tiles(16, 16, 8, 1), Tiles(16, 8, 4, 1)),
     },
 }
 
