@@ -33,8 +33,8 @@ def choose_launch(group_size, head_dim, dtype_bytes, device, *, block_t):
 
     A pure function. The choices are defaults, not tuned: what fits registers and shared memory everywhere.
     """
-    # More rows would spill the accumulator: an MQA model with many heads takes several programs. So would more values of
-    # a K or V tile: without tensor cores (fp32, and all on Turing) a product holds whole rows of both factors in
+    # More rows would spill the accumulator: an MQA model with many heads takes several programs. So would more values
+    # of a K or V tile: without tensor cores (fp32, and all on Turing) a product holds whole rows of both factors in
     # registers, and with a single query row every lane has an fp32 accumulator, 48 values per thread.
     tensor_cores = dtype_bytes == 2 and device.capability >= (8, 0)
     rows = triton.cdiv(group_size, triton.cdiv(group_size, 32 if tensor_cores else 16))
