@@ -374,7 +374,7 @@ def _decode_attention_split_kernel(
         q_hi = _load_columns(q_rows, mask_h, D_LO, D_HI, D) if D_HI else q_lo
         k_head_ptr = k_ptr + wide_batch * stride_kb + kv_head * stride_kh
         v_head_ptr = v_ptr + wide_batch * stride_vb + kv_head * stride_vh
-        if GROUP == 1:
+        if BLOCK_H == 1:
             running_max, running_sum, acc_lo, acc_hi = _attend_one_head(
                 q_lo, q_hi, k_head_ptr, v_head_ptr, piece_first_position, piece_end_position, scale_log2e,
                 stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_T, NUM_STAGES,

@@ -33,15 +33,16 @@ def choose_launch(group_size, head_dim, dtype_bytes, device, *, block_t):
 
     A pure function. The choices are defaults, not tuned: what fits registers and shared memory everywhere.
     """
-    # More rows than these would spill the accumulator: an MQA model with many heads takes several programs. Products
-    # without tensor cores (fp32, and all on Turing) hold whole rows of both factors in registers.
+    # More rows would spill the accumulator: an MQA model with many heads takes several programs. So would more values
+    # of a K or V tile: without tensor cores (fp32, and all on Turing) a product holds whole rows of both factors in
+    # registers, and with a single query row every lane has an fp32 accumulator, 48 values per thread.
     tensor_cores = dtype_bytes == 2 and device.capability >= (8, 0)
     rows = triton.cdiv(group_size, triton.cdiv(group_size, 32 if tensor_cores else 16))
-    num_stages = 3 if device.capability >= (8, 0) else 2
-    if group_size == 1:
-        values = 12288 // dtype_bytes  # every lane of a tile has an fp32 accumulator: 24 to 48 values per thread
+    if not tensor_cores:
+        values = 2048
     else:
-        values = 16384 if tensor_cores else 2048
+        values = 6144 if group_size == 1 else 12288
+    num_stages = 3 if device.capability >= (8, 0) else 2
     fits = min(values // head_dim, device.shared_memory // (2 * num_stages * head_dim * dtype_bytes))
     block_t = max(16, min(block_t, triton.next_power_of_2(fits + 1) // 2))
     return DecodeLaunch(rows, block_t, num_warps=4, num_stages=num_stages, programs_per_sm=2, min_tiles=1)
@@ -225,7 +226,7 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
                 cache_len, B, T_max, window, scale_log2e, choice.min_tiles, *strides,
                 D_LO=d_lo, D_HI=d_hi, ROWS=choice.rows,
                 BLOCK_H=1 if group_size == 1 else max(16, block_r), BLOCK_R=block_r,
-                # Partials merged at a time: at most 64 accumulator values per thread.
+                # Partials merged at a time: at most 32 accumulator values per thread.
                 BLOCK_S=max(1, min(64, 32 * 32 * choice.num_warps // (block_r * d_pad))),
                 B_PAD=triton.next_power_of_2(B), **shared,
             )  # fmt: skip
