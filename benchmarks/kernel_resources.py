@@ -2,14 +2,15 @@
 
 Kernels are compiled ahead of time with the very arguments of a launch (kernels/aot.py). Spilled registers live in local
 memory: a kernel whose one job is to read memory fast should have none. The decode kernel is compiled over BLOCK_T with
-the wrapper's own limit on shared memory lifted, so that the table shows what each tile would take; occupancy 0 means that
-a block does not fit the GPU at all.
+the wrapper's own limit on shared memory lifted, so that the table shows what each tile would take, up to the largest
+that the wrapper ever chooses; occupancy 0 means that a block does not fit the GPU at all.
 """
 
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -70,26 +71,68 @@ def occupancy(capability, registers, shared_memory, num_warps):
     return blocks[limit] * num_warps / limits.warps, limit
 
 
+def half(*shape):
+    return torch.empty(shape, dtype=torch.float16)
+
+
 def launch_decode(block_t):
     """The decode kernel on one Phi-3 Mini layer."""
     from kernels.decode_attention_wrapper import decode_attention
 
     config.BLOCK_T = block_t
-    q, k = torch.empty(1, 32, 96, dtype=torch.float16), torch.empty(1, 32, 4096, 96, dtype=torch.float16)
-    decode_attention(q, k, k, 4096)
+    cache = half(1, 32, 4096, 96)
+    decode_attention(half(1, 32, 96), cache, cache, 4096)
 
 
 def launch_flash():
     """The prefill kernels, forward and backward, on Phi-3 Mini's head."""
     from kernels.flash_attention_wrapper import flash_attention
 
-    q, k, v = (torch.zeros(1, 2, 256, 96, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    q, k, v = (half(1, 2, 256, 96).requires_grad_() for _ in range(3))
     flash_attention(q, k, v).sum().backward()
+
+
+def launch_matvec(rows, columns, **options):
+    """A fused projection of one Phi-3 Mini layer: weight [rows, columns]."""
+    from kernels.fused_decode_wrapper import matvec
+
+    out = half(rows // 2 if options.get("gated") else rows)
+    matvec(half(columns), half(rows, columns), out, **options)
+
+
+def launch_rope_attention():
+    """The fused step's attention on one Phi-3 Mini layer, with RoPE and the cache write."""
+    from kernels.fused_decode_wrapper import attention_workspace, rope_attention
+
+    length, cache, out = 4096, half(32, 4096, 96), half(32 * 96)
+    table = torch.empty(length, 48)
+    workspace = attention_workspace(32, 96, length, torch.float16, torch.device("cpu"))
+    rope_attention(half(3 * 32 * 96), table, table, torch.zeros(1, dtype=torch.int32), cache, cache, out, workspace)
+
+
+def launches(kernels, block_ts):
+    """(what, BLOCK_T or None, function that launches it) for everything that is asked for."""
+    found = []
+    if "decode" in kernels:
+        found += [("decode attention", block_t, partial(launch_decode, block_t)) for block_t in block_ts]
+    if "flash" in kernels:
+        found.append(("prefill attention", None, launch_flash))
+    if "fused" in kernels:
+        norm = {"gain": half(3072), "eps": 1e-5}
+        found += [
+            ("norm + QKV projection", None, partial(launch_matvec, 9216, 3072, **norm)),
+            ("RoPE + attention", None, launch_rope_attention),
+            ("O projection", None, partial(launch_matvec, 3072, 3072, residual=True)),
+            ("norm + gate, up", None, partial(launch_matvec, 16384, 3072, gated=True, **norm)),
+            ("down projection", None, partial(launch_matvec, 3072, 8192, residual=True)),
+            ("norm + LM head", None, partial(launch_matvec, 32064, 3072, **norm)),
+        ]
+    return found
 
 
 @contextmanager
 def any_shared_memory(capability):
-    """Within the block launch choices believe that shared memory has no end: the tile asked for is the tile compiled."""
+    """Within the block launch choices see no limit on shared memory: the tile asked for is the tile compiled."""
     before = SHARED_MEMORY[capability]
     SHARED_MEMORY[capability] = 2**30
     try:
@@ -100,15 +143,8 @@ def any_shared_memory(capability):
 
 def compile_for(capability, kernels, block_ts):
     """Compile for one GPU -> result rows as dictionaries. Runs in a process of its own."""
-    launches = []
-    if "decode" in kernels:
-        launches += [
-            ("decode attention", block_t, lambda block_t=block_t: launch_decode(block_t)) for block_t in block_ts
-        ]
-    if "flash" in kernels:
-        launches.append(("prefill attention", None, launch_flash))
-    rows = []
-    for what, block_t, launch in launches:
+    rows, before = [], None
+    for what, block_t, launch in launches(kernels, block_ts):
         case = {"capability": "{}.{}".format(*capability), "what": what, "block_t": block_t}
         try:
             lifted = any_shared_memory(capability) if block_t is not None else nullcontext()
@@ -119,6 +155,9 @@ def compile_for(capability, kernels, block_ts):
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             rows.append({"case": {**case, "kernel": "-"}, "status": common.SKIPPED, "reason": reason})
             continue
+        if block_t is not None and compiled == before:
+            continue  # the wrapper takes no larger tile than the one before, whatever config.BLOCK_T says
+        before = compiled
         for kernel in dict.fromkeys(compiled):
             share, limit = occupancy(capability, kernel.registers, kernel.shared_memory, kernel.num_warps)
             rows.append({
@@ -142,12 +181,12 @@ def largest_without_spills(rows):
     }
 
 
-COLUMNS = ("GPU", "kernel", "BLOCK_T", "registers", "spill B", "shared B", "warps", "occupancy %", "limited by")
+COLUMNS = ("GPU", "what", "kernel", "BLOCK_T", "registers", "spill B", "shared B", "warps", "occupancy %", "limited by")
 
 
 def table_line(row):
     case = row["case"]
-    head = (f"sm_{case['capability'].replace('.', '')}", case["kernel"], case["block_t"] or "")
+    head = (f"sm_{case['capability'].replace('.', '')}", case["what"], case["kernel"], case["block_t"] or "")
     if row["status"] != common.PASSED:
         return (*head, row["status"], "-", "-", "-", "-", row["reason"])
     return (
