@@ -279,10 +279,9 @@ def main():
     parser.add_argument("--rungs", default=",".join(rung.number for rung in RUNGS), help="which rungs")
     args = parser.parse_args()
     cli.header("further step", "The decode ladder: what each idea buys, on the same work")
-    device = cli.resolve_device("auto")
-    dtype = cli.resolve_dtype(args.dtype, device)
+    device, dtype = common.resolve(args)
     rungs = [rung for rung in RUNGS if rung.number in args.rungs.split(",")]
-    model = load_model(common.default_model(args.model_path), dtype=dtype, device=device)
+    model = load_model(args.model_path, dtype=dtype, device=device)
     if not torch.cuda.is_available():
         ok = check_tiny(rungs, model, args)
         return common.finish(None, ok, "every rung that runs without a GPU gives Hugging Face's tokens")

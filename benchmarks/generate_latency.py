@@ -80,9 +80,8 @@ def main():
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=["triton", "graph", "fused"], help="which rungs")
     args = parser.parse_args()
     cli.header("step 6", "This project's generate end to end")
-    device = cli.resolve_device("auto")
-    dtype = cli.resolve_dtype(args.dtype, device)
-    model = load_model(common.default_model(args.model_path), dtype=dtype, device=device)
+    device, dtype = common.resolve(args)
+    model = load_model(args.model_path, dtype=dtype, device=device)
     if not torch.cuda.is_available():
         return common.finish(None, check_tiny(model, args), "the rungs that run here give Hugging Face's tokens")
 

@@ -226,9 +226,8 @@ def main():
     parser.add_argument("--runs", type=int, default=5, help="runs of that many steps, for the wall time")
     args = parser.parse_args()
     cli.header("step 7", "Where the time of a decode step goes")
-    device = cli.resolve_device("auto")
-    dtype = cli.resolve_dtype(args.dtype, device)
-    model = load_model(common.default_model(args.model_path), dtype=dtype, device=device)
+    device, dtype = common.resolve(args)
+    model = load_model(args.model_path, dtype=dtype, device=device)
     if not torch.cuda.is_available():
         ok = check_tiny(args.path, model, args)
         return common.finish(None, ok, "the paths that run here agree and their stages have named ranges")

@@ -8,7 +8,20 @@ from model import generate as generate_module
 
 pytest_plugins = ["tests.fake_gpu"]
 
-SMALL = ("--contexts", "9", "--new-tokens", "3", "--rounds", "2", "--profile-steps", "1", "--static-contexts", "0")
+SMALL = (
+    "--contexts",
+    "9",
+    "--new-tokens",
+    "3",
+    "--rounds",
+    "2",
+    "--profile-steps",
+    "1",
+    "--static-contexts",
+    "0",
+    "--model-path",
+    "random:tiny",
+)
 
 
 @pytest.fixture
@@ -21,7 +34,6 @@ def host_rungs(monkeypatch):
 
     monkeypatch.setattr(script, "trace_events", trace_events)
     monkeypatch.setattr(script, "CHECKED_TOKENS", 3)
-    monkeypatch.setattr(common, "default_model", lambda path: "random:tiny")
 
 
 def test_without_a_gpu_no_times_and_no_file(no_gpu, capsys):
