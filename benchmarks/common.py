@@ -192,7 +192,7 @@ def read_sum(source, out, block=8192, num_warps=8):
 def read_bandwidth_gb_per_s():
     """The bandwidth of the current GPU's memory, measured: the best of a few large read-only kernels, in GB/s."""
     free_bytes, _ = torch.cuda.mem_get_info()
-    elements = min(2**28, free_bytes // 16) // 8192 * 8192
+    elements = min(2**29, free_bytes // 16) // 8192 * 8192
     source = torch.randint(-(2**31), 2**31 - 1, (elements,), dtype=torch.int32, device="cuda")
     out = torch.empty(elements // 4096, dtype=torch.int32, device="cuda")
     contenders = {

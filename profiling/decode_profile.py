@@ -25,7 +25,7 @@ from transformers.models.phi3 import modeling_phi3
 import cli
 from kv_cache.kv_layout import KVCache
 from model import phi3_layers
-from model.generate import PATHS, greedy, make_decoder
+from model.generate import PATHS, greedy
 from model.load_model import hf_forward, load_model
 from model.phi3_decode import hf_generate
 from model.phi3_prefill import prefill
@@ -126,14 +126,12 @@ def start(path, model, input_ids, new_tokens):
         model.config, input_ids.shape[1] + new_tokens, dtype=model.dtype, device=input_ids.device
     )
     reference = hf_generate(model, input_ids, min(CHECKED_TOKENS, new_tokens))
-    found = end_to_end.check_decoder(
-        model, input_ids, *reference, cache, path=path, make_decoder=lambda: make_decoder(path, model, cache)
-    )
+    decoder = end_to_end.decoder_source(path, model, cache)
+    found = end_to_end.check_decoder(model, input_ids, *reference, cache, path=path, decoder=decoder)
     if not found.ok:
         raise WrongLogits(str(found))
     cache.reset()
-    decoder = make_decoder(path, model, cache)
-    return decoder, greedy(prefill(model, input_ids, cache))
+    return decoder(), greedy(prefill(model, input_ids, cache))
 
 
 def profile_path(path, model, input_ids, args, bandwidth, results):

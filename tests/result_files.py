@@ -1,14 +1,11 @@
 """Result files made by tests, for what reads them."""
 
-import pytest
-
 from benchmarks import common, decode_ladder
 
 GPU = "Fake GPU 9000"
 
 
-@pytest.fixture
-def passport(monkeypatch):
+def pretend_gpu(monkeypatch):
     """Result files name a GPU, as if they had been measured on one."""
     found = {**common.environment(), "gpu": GPU, "driver": "1.0"}
     monkeypatch.setattr(common, "environment", lambda: found)

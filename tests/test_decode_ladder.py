@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import common
+from benchmarks import common, end_to_end
 from benchmarks import decode_ladder as script
 from model import generate as generate_module
 
@@ -85,7 +85,7 @@ def test_a_rung_that_raises_is_a_row_with_its_reason(monkeypatch, fake_gpu, host
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(script, "make_decoder", fail)
+    monkeypatch.setattr(end_to_end, "make_decoder", fail)
     assert fake_gpu.run(script, *SMALL, "--rungs", "0,6") == (status == "SKIPPED")
     row = fake_gpu.rows("decode_ladder")[1]
     assert row["status"] == status and str(error) in row["reason"]

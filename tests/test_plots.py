@@ -6,11 +6,14 @@ import pytest
 
 from benchmarks import common, plots
 from profiling.digest import GROUPS
-from tests.result_files import GPU, timing, write_ladder
+from tests.result_files import GPU, pretend_gpu, timing, write_ladder
 
 pytest.importorskip("matplotlib")
-pytest_plugins = ["tests.result_files"]
-pytestmark = pytest.mark.usefixtures("passport")
+
+
+@pytest.fixture(autouse=True)
+def passport(monkeypatch):
+    pretend_gpu(monkeypatch)
 
 
 def size_of(picture):

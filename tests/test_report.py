@@ -7,10 +7,14 @@ import pytest
 import cli
 from benchmarks import common, compare_results, report
 from profiling.digest import GROUPS
-from tests.result_files import GPU, timing, write_ladder
+from tests.result_files import GPU, pretend_gpu, timing, write_ladder
 
-pytest_plugins = ["tests.fake_gpu", "tests.result_files"]
-pytestmark = pytest.mark.usefixtures("passport")
+pytest_plugins = ["tests.fake_gpu"]
+
+
+@pytest.fixture(autouse=True)
+def passport(monkeypatch):
+    pretend_gpu(monkeypatch)
 
 
 @pytest.fixture
