@@ -71,9 +71,8 @@ def main():
     end_to_end.add_arguments(parser)
     args = parser.parse_args()
     cli.header("step 5", "Hugging Face generate end to end, the baseline")
-    device = cli.resolve_device("auto")
-    dtype = cli.resolve_dtype(args.dtype, device)
-    model = load_model(common.default_model(args.model_path), dtype=dtype, device=device)
+    device, dtype = common.resolve(args)
+    model = load_model(args.model_path, dtype=dtype, device=device)
     if not torch.cuda.is_available():
         return common.finish(None, check_tiny(model, args), "both caches give the same tokens")
 

@@ -192,7 +192,7 @@ def read_sum(source, out, block=8192, num_warps=8):
 def read_bandwidth_gb_per_s():
     """The bandwidth of the current GPU's memory, measured: the best of a few large read-only kernels, in GB/s."""
     free_bytes, _ = torch.cuda.mem_get_info()
-    elements = min(2**28, free_bytes // 16) // 8192 * 8192
+    elements = min(2**29, free_bytes // 16) // 8192 * 8192
     source = torch.randint(-(2**31), 2**31 - 1, (elements,), dtype=torch.int32, device="cuda")
     out = torch.empty(elements // 4096, dtype=torch.int32, device="cuda")
     contenders = {
@@ -405,13 +405,19 @@ def number_list(text):
     return [int(part) for part in text.split(",")]
 
 
-def default_model(path):
-    """``path``, or the random-weight model that needs no download: Phi-3 Mini's shape, a tiny one without a GPU."""
-    return path or ("random:phi-3-mini-4k" if torch.cuda.is_available() else "random:tiny")
+def resolve(args):
+    """(device, dtype) to measure on and in; fills in what ``args`` left open, so that a result file names it."""
+    device = cli.resolve_device("auto")
+    dtype = cli.resolve_dtype(args.dtype, device)
+    args.dtype = cli.dtype_name(dtype)
+    if "model_path" in args and args.model_path is None:
+        # Speed does not depend on the weights' values: random ones need no download.
+        args.model_path = "random:phi-3-mini-4k" if torch.cuda.is_available() else "random:tiny"
+    return device, dtype
 
 
 def add_model_argument(parser):
-    """Add ``--model-path``; ``default_model`` reads it."""
+    """Add ``--model-path``, which ``resolve`` fills in."""
     parser.add_argument(
         "--model-path",
         metavar="PATH",

@@ -174,8 +174,7 @@ def main():
     parser.add_argument("--samples", type=int, default=20, help="timed graph replays per row")
     args = parser.parse_args()
     cli.header("step 4", "Decode attention, one layer, one token: Triton against PyTorch")
-    device = cli.resolve_device("auto")
-    dtype = cli.resolve_dtype(args.dtype, device)
+    device, dtype = common.resolve(args)
     torch.manual_seed(args.seed)
     if not torch.cuda.is_available():
         ok = check_tiny(device, dtype)

@@ -21,7 +21,7 @@ from benchmarks import common, end_to_end
 # isort: split
 import cli
 from kv_cache.kv_layout import KVCache
-from model.generate import greedy, make_decoder
+from model.generate import greedy
 from model.load_model import load_model
 from model.phi3_decode import hf_generate
 from model.phi3_prefill import prefill
@@ -94,20 +94,11 @@ class Ours:
         self.kv_cache = KVCache.from_config(
             model.config, input_ids.shape[1] + new_tokens, dtype=model.dtype, device=input_ids.device
         )
-        self._captured = None
-
-    def decoder(self):
-        """A decoder for an emptied cache: the captured one where there is a graph, else a new one."""
-        if self._captured is not None:
-            return self._captured
-        decoder = make_decoder(self.rung.path, self.model, self.kv_cache, **self.rung.options)
-        if hasattr(decoder, "run"):
-            self._captured = decoder
-        return decoder
+        self.decoder = end_to_end.decoder_source(rung.path, model, self.kv_cache, **rung.options)
 
     def check(self, reference):
         return end_to_end.check_decoder(
-            self.model, self.input_ids, *reference, self.kv_cache, path=self.rung.path, make_decoder=self.decoder
+            self.model, self.input_ids, *reference, self.kv_cache, path=self.rung.path, decoder=self.decoder
         )
 
     def run(self):
@@ -279,10 +270,9 @@ def main():
     parser.add_argument("--rungs", default=",".join(rung.number for rung in RUNGS), help="which rungs")
     args = parser.parse_args()
     cli.header("further step", "The decode ladder: what each idea buys, on the same work")
-    device = cli.resolve_device("auto")
-    dtype = cli.resolve_dtype(args.dtype, device)
+    device, dtype = common.resolve(args)
     rungs = [rung for rung in RUNGS if rung.number in args.rungs.split(",")]
-    model = load_model(common.default_model(args.model_path), dtype=dtype, device=device)
+    model = load_model(args.model_path, dtype=dtype, device=device)
     if not torch.cuda.is_available():
         ok = check_tiny(rungs, model, args)
         return common.finish(None, ok, "every rung that runs without a GPU gives Hugging Face's tokens")

@@ -160,8 +160,7 @@ def main():
     parser.add_argument("--samples", type=int, default=20, help="timed samples per row")
     args = parser.parse_args()
     cli.header("further step", "One decode step of one layer with its cache: Triton against plain PyTorch")
-    device = cli.resolve_device("auto")
-    dtype = cli.resolve_dtype(args.dtype, device)
+    device, dtype = common.resolve(args)
     torch.manual_seed(args.seed)
     if not torch.cuda.is_available():
         ok = check_tiny(device, dtype)

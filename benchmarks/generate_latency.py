@@ -16,7 +16,7 @@ from benchmarks import common, end_to_end
 # isort: split
 import cli
 from kv_cache.kv_layout import KVCache
-from model.generate import PATHS, make_decoder
+from model.generate import PATHS
 from model.load_model import load_model
 from model.phi3_decode import hf_generate
 
@@ -31,19 +31,14 @@ def measure_path(model, input_ids, path, args, floor, reference, results):
         cache = KVCache.from_config(
             model.config, args.prompt_tokens + args.new_tokens, dtype=model.dtype, device=input_ids.device
         )
-        decoder = make_decoder(path, model, cache)
-        captured = hasattr(decoder, "run")  # other decoders belong to one sequence and cost nothing to make
-
-        def current_decoder():
-            return decoder if captured else make_decoder(path, model, cache)
-
-        found = end_to_end.check_decoder(model, input_ids, *reference, cache, path=path, make_decoder=current_decoder)
+        decoder = end_to_end.decoder_source(path, model, cache)
+        found = end_to_end.check_decoder(model, input_ids, *reference, cache, path=path, decoder=decoder)
         if not found.ok:
             return results.add(case, common.INCORRECT, reason=str(found))
 
         def run():
             return end_to_end.run_ours(
-                model, input_ids, args.new_tokens, cache, path=path, decoder=current_decoder()
+                model, input_ids, args.new_tokens, cache, path=path, decoder=decoder()
             )  # fmt: skip
 
         first = run()
@@ -63,9 +58,8 @@ def check_tiny(model, args):
         cache = KVCache.from_config(model.config, 20, dtype=model.dtype, device=model.device)
         try:
             found = end_to_end.check_decoder(
-                model, input_ids, *reference, cache, path=path,
-                make_decoder=lambda path=path, cache=cache: make_decoder(path, model, cache),
-            )  # fmt: skip
+                model, input_ids, *reference, cache, path=path, decoder=end_to_end.decoder_source(path, model, cache)
+            )
             lines.append((path, common.PASSED if found.ok else common.INCORRECT, str(found)))
             ok &= found.ok
         except (ImportError, ValueError, NotImplementedError, cli.UsageError) as error:
@@ -80,9 +74,8 @@ def main():
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=["triton", "graph", "fused"], help="which rungs")
     args = parser.parse_args()
     cli.header("step 6", "This project's generate end to end")
-    device = cli.resolve_device("auto")
-    dtype = cli.resolve_dtype(args.dtype, device)
-    model = load_model(common.default_model(args.model_path), dtype=dtype, device=device)
+    device, dtype = common.resolve(args)
+    model = load_model(args.model_path, dtype=dtype, device=device)
     if not torch.cuda.is_available():
         return common.finish(None, check_tiny(model, args), "the rungs that run here give Hugging Face's tokens")
 

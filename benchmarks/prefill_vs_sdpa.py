@@ -215,8 +215,7 @@ def main():
     parser.add_argument("--samples", type=int, default=30, help="timed calls per row")
     args = parser.parse_args()
     cli.header("further step", "Prefill attention, forward and backward: Triton against SDPA")
-    device = cli.resolve_device("auto")
-    dtype = cli.resolve_dtype(args.dtype, device)
+    device, dtype = common.resolve(args)
     torch.manual_seed(args.seed)
     if not torch.cuda.is_available():
         ok = check_tiny(device, dtype)

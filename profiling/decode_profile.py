@@ -25,7 +25,7 @@ from transformers.models.phi3 import modeling_phi3
 import cli
 from kv_cache.kv_layout import KVCache
 from model import phi3_layers
-from model.generate import PATHS, greedy, make_decoder
+from model.generate import PATHS, greedy
 from model.load_model import hf_forward, load_model
 from model.phi3_decode import hf_generate
 from model.phi3_prefill import prefill
@@ -126,14 +126,12 @@ def start(path, model, input_ids, new_tokens):
         model.config, input_ids.shape[1] + new_tokens, dtype=model.dtype, device=input_ids.device
     )
     reference = hf_generate(model, input_ids, min(CHECKED_TOKENS, new_tokens))
-    found = end_to_end.check_decoder(
-        model, input_ids, *reference, cache, path=path, make_decoder=lambda: make_decoder(path, model, cache)
-    )
+    decoder = end_to_end.decoder_source(path, model, cache)
+    found = end_to_end.check_decoder(model, input_ids, *reference, cache, path=path, decoder=decoder)
     if not found.ok:
         raise WrongLogits(str(found))
     cache.reset()
-    decoder = make_decoder(path, model, cache)
-    return decoder, greedy(prefill(model, input_ids, cache))
+    return decoder(), greedy(prefill(model, input_ids, cache))
 
 
 def profile_path(path, model, input_ids, args, bandwidth, results):
@@ -226,9 +224,8 @@ def main():
     parser.add_argument("--runs", type=int, default=5, help="runs of that many steps, for the wall time")
     args = parser.parse_args()
     cli.header("step 7", "Where the time of a decode step goes")
-    device = cli.resolve_device("auto")
-    dtype = cli.resolve_dtype(args.dtype, device)
-    model = load_model(common.default_model(args.model_path), dtype=dtype, device=device)
+    device, dtype = common.resolve(args)
+    model = load_model(args.model_path, dtype=dtype, device=device)
     if not torch.cuda.is_available():
         ok = check_tiny(args.path, model, args)
         return common.finish(None, ok, "the paths that run here agree and their stages have named ranges")

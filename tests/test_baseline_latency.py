@@ -1,7 +1,6 @@
 """Steps 5 and 6: the same prompt, count and clock; a wrong contender gets no time."""
 
 import pytest
-import torch
 
 from benchmarks import baseline_latency, common, end_to_end, generate_latency
 
@@ -10,9 +9,11 @@ pytest_plugins = ["tests.fake_gpu"]
 SMALL = ("--new-tokens", "4", "--prompt-tokens", "9", "--runs", "2", "--model-path", "random:tiny")
 
 
-@pytest.mark.parametrize("script", [baseline_latency, generate_latency], ids=["step 5", "step 6"])
-def test_without_a_gpu_no_times_and_no_file(no_gpu, capsys, script):
-    assert no_gpu.run(script)
+@pytest.mark.parametrize(
+    ("script", "flags"), [(baseline_latency, ()), (generate_latency, ("--paths", "triton", "graph"))], ids=["5", "6"]
+)
+def test_without_a_gpu_no_times_and_no_file(no_gpu, capsys, script, flags):
+    assert no_gpu.run(script, *flags)
     output = capsys.readouterr().out
     assert "times mean nothing" in output and "ms/token" not in output and "tokens/s" not in output
     assert list(no_gpu.folder.iterdir()) == []

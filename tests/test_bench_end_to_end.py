@@ -82,11 +82,18 @@ class SelfFeeding:
 @pytest.mark.parametrize("fault", [0, 1])
 def test_run_must_agree_with_step(tiny, prompt, fault):
     reference, cache = hf_generate(tiny, prompt, 5), make_cache(tiny)
-    found = end_to_end.check_decoder(
-        tiny, prompt, *reference, cache, make_decoder=lambda: SelfFeeding(tiny, cache, fault)
-    )
+    found = end_to_end.check_decoder(tiny, prompt, *reference, cache, decoder=lambda: SelfFeeding(tiny, cache, fault))
     assert found.ok == (fault == 0)
     assert found.unexplained == ()
+
+
+def test_a_captured_decoder_is_used_again_and_others_are_not(tiny, monkeypatch):
+    cache = make_cache(tiny)
+    eager = end_to_end.decoder_source("prealloc", tiny, cache)
+    assert eager() is not eager()
+    monkeypatch.setattr(end_to_end, "make_decoder", lambda *_: SelfFeeding(tiny, cache, 0))
+    captured = end_to_end.decoder_source("graph", tiny, cache)
+    assert captured() is captured()
 
 
 def test_a_wrong_step_is_found(tiny, prompt):
@@ -94,4 +101,4 @@ def test_a_wrong_step_is_found(tiny, prompt):
     decoder = make_decoder("prealloc", tiny, cache)
     step = decoder.step
     decoder.step = lambda tokens: step((tokens + 1) % 512)
-    assert not end_to_end.check_decoder(tiny, prompt, *reference, cache, make_decoder=lambda: decoder).ok
+    assert not end_to_end.check_decoder(tiny, prompt, *reference, cache, decoder=lambda: decoder).ok

@@ -2,13 +2,26 @@
 
 import pytest
 
-from benchmarks import common
+from benchmarks import common, end_to_end
 from benchmarks import decode_ladder as script
 from model import generate as generate_module
 
 pytest_plugins = ["tests.fake_gpu"]
 
-SMALL = ("--contexts", "9", "--new-tokens", "3", "--rounds", "2", "--profile-steps", "1", "--static-contexts", "0")
+SMALL = (
+    "--contexts",
+    "9",
+    "--new-tokens",
+    "3",
+    "--rounds",
+    "2",
+    "--profile-steps",
+    "1",
+    "--static-contexts",
+    "0",
+    "--model-path",
+    "random:tiny",
+)
 
 
 @pytest.fixture
@@ -21,7 +34,6 @@ def host_rungs(monkeypatch):
 
     monkeypatch.setattr(script, "trace_events", trace_events)
     monkeypatch.setattr(script, "CHECKED_TOKENS", 3)
-    monkeypatch.setattr(common, "default_model", lambda path: "random:tiny")
 
 
 def test_without_a_gpu_no_times_and_no_file(no_gpu, capsys):
@@ -73,7 +85,7 @@ def test_a_rung_that_raises_is_a_row_with_its_reason(monkeypatch, fake_gpu, host
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(script, "make_decoder", fail)
+    monkeypatch.setattr(end_to_end, "make_decoder", fail)
     assert fake_gpu.run(script, *SMALL, "--rungs", "0,6") == (status == "SKIPPED")
     row = fake_gpu.rows("decode_ladder")[1]
     assert row["status"] == status and str(error) in row["reason"]

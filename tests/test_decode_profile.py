@@ -49,7 +49,7 @@ def test_ranges_are_gone_afterwards(tiny):
 
 
 def test_without_a_gpu_no_times_and_no_file(no_gpu, capsys):
-    assert no_gpu.run(script, "--path", "hf", "prealloc", "fused")
+    assert no_gpu.run(script, "--path", "hf", "prealloc", "graph")
     output = capsys.readouterr().out
     assert "times mean nothing" in output and " ms" not in output
     assert list(no_gpu.folder.iterdir()) == []

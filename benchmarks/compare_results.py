@@ -1,0 +1,82 @@
+"""Compare two result files, or two folders of them: time ratios per row; exit 1 on a regression past the limit.
+
+    python benchmarks/compare_results.py results/nvidia-h200 /tmp/new/nvidia-h200 --limit 1.05
+
+Rows are matched by their ``case``. A row that passed before and does not now is a regression too; a new one is not.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import common
+
+# isort: split
+import cli
+
+
+def pairs(before, after):
+    """(before, after) result files to compare: the two themselves, or those of the same name in two folders."""
+    if before.is_dir() != after.is_dir():
+        raise cli.UsageError(f"{before} and {after} must be two files or two folders")
+    if not before.is_dir():
+        return [(before, after)]
+    names = sorted({path.name for path in before.glob("*.json")} & {path.name for path in after.glob("*.json")})
+    if not names:
+        raise cli.UsageError(f"{before} and {after} have no result file of the same name")
+    return [(before / name, after / name) for name in names]
+
+
+def case_key(case):
+    return tuple(sorted((key, str(value)) for key, value in case.items()))
+
+
+def compare(before, after, limit):
+    """(lines of the printed table, regressions) of two contents of the same script."""
+    if before["script"] != after["script"]:
+        raise cli.UsageError(f"results of {before['script']} and {after['script']} cannot be compared")
+    newer = {case_key(row["case"]): row for row in after["rows"]}
+    lines, regressions = [], []
+    for old in before["rows"]:
+        case = ", ".join(f"{key} {value}" for key, value in old["case"].items())
+        new = newer.get(case_key(old["case"]))
+        if new is None:
+            lines.append((case, old.get("median_ms", old["status"]), "missing", "-"))
+            continue
+        if "median_ms" in old and "median_ms" in new:
+            ratio = new["median_ms"] / old["median_ms"]
+            lines.append((case, f"{old['median_ms']:.5f}", f"{new['median_ms']:.5f}", f"{ratio:.3f}"))
+            if ratio > limit:
+                regressions.append(f"{before['script']}: {case}: {ratio:.3f} times as long")
+        elif old["status"] == common.PASSED != new["status"]:
+            lines.append((case, common.PASSED, new["status"], "-"))
+            regressions.append(f"{before['script']}: {case}: {new['status']} ({new.get('reason', 'no reason given')})")
+    return lines, regressions
+
+
+def main():
+    parser = cli.parser(__doc__)
+    parser.add_argument("before", type=Path, help="result file or folder")
+    parser.add_argument("after", type=Path, help="result file or folder")
+    parser.add_argument("--limit", type=float, default=1.05, help="largest ratio after / before that still passes")
+    args = parser.parse_args()
+    regressions = []
+    for before, after in pairs(args.before, args.after):
+        contents = common.load_results(before), common.load_results(after)
+        lines, found = compare(*contents, args.limit)
+        regressions += found
+        print(f"{contents[0]['script']}: {origin(contents[0])} -> {origin(contents[1])}")
+        cli.table(("case", "before ms", "after ms", "ratio"), lines)
+    for regression in regressions:
+        print(regression)
+    return cli.verdict(not regressions, f"{len(regressions)} regressions past {args.limit:g}")
+
+
+def origin(content):
+    environment = content["environment"]
+    return f"{environment.get('gpu', 'no GPU')}, commit {environment['commit']}, {content['date'][:10]}"
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,228 @@
+"""Registers, spills, shared memory and occupancy of each kernel on GPUs that need not be here.
+
+Kernels are compiled ahead of time with the very arguments of a launch (kernels/aot.py). Spilled registers live in local
+memory: a kernel whose one job is to read memory fast should have none. The decode kernel is compiled over BLOCK_T with
+the wrapper's own limit on shared memory lifted, so that the table shows what each tile would take, up to the largest
+that the wrapper ever chooses; occupancy 0 means that a block does not fit the GPU at all.
+"""
+
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if __name__ in ("__main__", "__mp_main__"):
+    os.environ["TRITON_INTERPRET"] = "0"  # compiling needs real kernels, with or without a GPU
+
+import torch
+
+from benchmarks import common
+
+# isort: split
+import cli
+import config
+from kernels.aot import compile_only
+from kernels.device import SHARED_MEMORY
+
+CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (12, 0))
+BLOCK_TS = [16, 32, 64, 128, 256]
+KERNELS = ("decode", "flash", "fused")
+
+
+class Limits(NamedTuple):
+    """Per multiprocessor: warps, blocks, bytes of shared memory; and bytes that the system takes per block."""
+
+    warps: int
+    blocks: int
+    shared_memory: int
+    shared_memory_per_block: int
+
+
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+LIMITS = {
+    (7, 5): Limits(32, 16, 64 * 1024, 0),
+    (8, 0): Limits(64, 32, 164 * 1024, 1024),
+    (8, 9): Limits(48, 24, 100 * 1024, 1024),
+    (9, 0): Limits(64, 32, 228 * 1024, 1024),
+    (12, 0): Limits(48, 24, 100 * 1024, 1024),
+}
+REGISTERS, REGISTERS_PER_WARP_STEP = 65536, 256
+
+
+def occupancy(capability, registers, shared_memory, num_warps):
+    """Share of a multiprocessor's warps that blocks of this kernel can fill, and what limits it -> (share, limit)."""
+    limits = LIMITS[capability]
+    per_warp = -(-registers * 32 // REGISTERS_PER_WARP_STEP) * REGISTERS_PER_WARP_STEP
+    blocks = {
+        "warps": limits.warps // num_warps,
+        "blocks": limits.blocks,
+        "registers": REGISTERS // per_warp // num_warps,
+        "shared memory": limits.shared_memory // max(1, shared_memory + limits.shared_memory_per_block),
+    }
+    if shared_memory > SHARED_MEMORY[capability]:
+        blocks["shared memory"] = 0
+    limit = min(blocks, key=blocks.get)
+    return blocks[limit] * num_warps / limits.warps, limit
+
+
+def half(*shape):
+    return torch.empty(shape, dtype=torch.float16)
+
+
+def launch_decode(block_t):
+    """The decode kernel on one Phi-3 Mini layer."""
+    from kernels.decode_attention_wrapper import decode_attention
+
+    config.BLOCK_T = block_t
+    cache = half(1, 32, 4096, 96)
+    decode_attention(half(1, 32, 96), cache, cache, 4096)
+
+
+def launch_flash():
+    """The prefill kernels, forward and backward, on Phi-3 Mini's head."""
+    from kernels.flash_attention_wrapper import flash_attention
+
+    q, k, v = (half(1, 2, 256, 96).requires_grad_() for _ in range(3))
+    flash_attention(q, k, v).sum().backward()
+
+
+def launch_matvec(rows, columns, **options):
+    """A fused projection of one Phi-3 Mini layer: weight [rows, columns]."""
+    from kernels.fused_decode_wrapper import matvec
+
+    out = half(rows // 2 if options.get("gated") else rows)
+    matvec(half(columns), half(rows, columns), out, **options)
+
+
+def launch_rope_attention():
+    """The fused step's attention on one Phi-3 Mini layer, with RoPE and the cache write."""
+    from kernels.fused_decode_wrapper import attention_workspace, rope_attention
+
+    length, cache, out = 4096, half(32, 4096, 96), half(32 * 96)
+    table = torch.empty(length, 48)
+    workspace = attention_workspace(32, 96, length, torch.float16, torch.device("cpu"))
+    rope_attention(half(3 * 32 * 96), table, table, torch.zeros(1, dtype=torch.int32), cache, cache, out, workspace)
+
+
+def launches(kernels, block_ts):
+    """(what, BLOCK_T or None, function that launches it) for everything that is asked for."""
+    found = []
+    if "decode" in kernels:
+        found += [("decode attention", block_t, partial(launch_decode, block_t)) for block_t in block_ts]
+    if "flash" in kernels:
+        found.append(("prefill attention", None, launch_flash))
+    if "fused" in kernels:
+        norm = {"gain": half(3072), "eps": 1e-5}
+        found += [
+            ("norm + QKV projection", None, partial(launch_matvec, 9216, 3072, **norm)),
+            ("RoPE + attention", None, launch_rope_attention),
+            ("O projection", None, partial(launch_matvec, 3072, 3072, residual=True)),
+            ("norm + gate, up", None, partial(launch_matvec, 16384, 3072, gated=True, **norm)),
+            ("down projection", None, partial(launch_matvec, 3072, 8192, residual=True)),
+            ("norm + LM head", None, partial(launch_matvec, 32064, 3072, **norm)),
+        ]
+    return found
+
+
+@contextmanager
+def any_shared_memory(capability):
+    """Within the block launch choices see no limit on shared memory: the tile asked for is the tile compiled."""
+    before = SHARED_MEMORY[capability]
+    SHARED_MEMORY[capability] = 2**30
+    try:
+        yield
+    finally:
+        SHARED_MEMORY[capability] = before
+
+
+def compile_for(capability, kernels, block_ts):
+    """Compile for one GPU -> result rows as dictionaries. Runs in a process of its own."""
+    rows, before = [], None
+    for what, block_t, launch in launches(kernels, block_ts):
+        case = {"capability": "{}.{}".format(*capability), "what": what, "block_t": block_t}
+        try:
+            lifted = any_shared_memory(capability) if block_t is not None else nullcontext()
+            with lifted, compile_only(capability) as compiled:
+                launch()
+        except Exception as error:
+            # One kernel that does not compile for one GPU is a finding, not the end of the table.
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            rows.append({"case": {**case, "kernel": "-"}, "status": common.SKIPPED, "reason": reason})
+            continue
+        if block_t is not None and compiled == before:
+            continue  # the wrapper takes no larger tile than the one before, whatever config.BLOCK_T says
+        before = compiled
+        for kernel in dict.fromkeys(compiled):
+            share, limit = occupancy(capability, kernel.registers, kernel.shared_memory, kernel.num_warps)
+            rows.append({
+                "case": {**case, "kernel": kernel.name}, "status": common.PASSED, "registers": kernel.registers,
+                "spill_bytes": kernel.spill_bytes, "shared_memory_bytes": kernel.shared_memory,
+                "num_warps": kernel.num_warps, "occupancy": share, "limited_by": limit,
+            })  # fmt: skip
+    return rows
+
+
+def largest_without_spills(rows):
+    """capability -> the largest BLOCK_T at which every decode kernel fits and none spills (None: no such)."""
+    good = {}
+    for row in rows:
+        if row["status"] == common.PASSED and row["case"]["block_t"] is not None:
+            key = row["case"]["capability"], row["case"]["block_t"]
+            good[key] = good.get(key, True) and row["spill_bytes"] == 0 and row["occupancy"] > 0
+    return {
+        capability: max((block_t for (c, block_t), ok in good.items() if c == capability and ok), default=None)
+        for capability in dict.fromkeys(capability for capability, _ in good)
+    }
+
+
+COLUMNS = ("GPU", "what", "kernel", "BLOCK_T", "registers", "spill B", "shared B", "warps", "occupancy %", "limited by")
+
+
+def table_line(row):
+    case = row["case"]
+    head = (f"sm_{case['capability'].replace('.', '')}", case["what"], case["kernel"], case["block_t"] or "")
+    if row["status"] != common.PASSED:
+        return (*head, row["status"], "-", "-", "-", "-", row["reason"])
+    return (
+        *head, row["registers"], row["spill_bytes"], row["shared_memory_bytes"], row["num_warps"],
+        f"{100 * row['occupancy']:.0f}", row["limited_by"],
+    )  # fmt: skip
+
+
+def capability(text):
+    """argparse type: ``8.9`` -> (8, 9)."""
+    found = tuple(int(part) for part in text.split("."))
+    if found not in LIMITS:
+        raise ValueError(text)
+    return found
+
+
+def main():
+    parser = cli.parser(__doc__, "RESULTS_DIR")
+    parser.add_argument("--capabilities", nargs="+", type=capability, default=list(CAPABILITIES), help="such as 8.9")
+    parser.add_argument("--block-t", type=common.number_list, default=BLOCK_TS, help="values of config.BLOCK_T")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="which kernels")
+    args = parser.parse_args()
+    cli.header("further step", "What each kernel takes on each GPU, compiled ahead of time, nothing run")
+    results = common.Results("kernel_resources", vars(args))
+    workers = min(len(args.capabilities), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        jobs = [pool.submit(compile_for, one, args.kernels, args.block_t) for one in args.capabilities]
+        for job in common.progress(jobs, "compiling"):
+            results.rows += job.result()
+    cli.table(COLUMNS, [table_line(row) for row in results.rows])
+    print(f"results: {results.write_as('compiled', args.results_dir)}")
+    largest = largest_without_spills(results.rows)
+    text = ", ".join(f"sm_{c.replace('.', '')}: {block_t}" for c, block_t in largest.items())
+    ok = any(row["status"] == common.PASSED for row in results.rows)
+    return cli.verdict(ok, f"largest BLOCK_T that fits without spills: {text}" if largest else "compiled")
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,295 @@
+"""Write the README's result tables from the result files, or check that they agree (``--check``, exit 1 if not).
+
+A table stands between ``<!-- results:NAME -->`` and ``<!-- /results:NAME -->``; what is between them is replaced. What
+has no result file says so, with the command that measures it. Without ``--check`` the plots are drawn anew as well.
+"""
+
+import difflib
+import os
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import common, compare_decode_latency, decode_ladder, plots, roofline
+
+# isort: split
+import cli
+import config
+from profiling.digest import GROUPS
+
+MARKER = re.compile(r"<!-- results:(?P<name>[\w-]+) -->\n(?P<body>.*?)<!-- /results:(?P=name) -->", re.DOTALL)
+ANY_MARKER = re.compile(r"<!-- /?results:[\w-]+ -->")
+
+
+def markdown(columns, rows):
+    """A Markdown table: the first column to the left, numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    right = [
+        index > 0 and all(re.match(r"^[-+(]?[\d.,]+\D{0,3}$|^-?$", row[index]) for row in cells)
+        for index in range(len(columns))
+    ]
+    lines = [f"| {' | '.join(columns)} |", f"| {' | '.join('---:' if one else '---' for one in right)} |"]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in cells])
+
+
+def by_status(row, cells):
+    """``cells()``, or, for a row that was not measured, its status in their place."""
+    if row["status"] == common.PASSED:
+        return cells()
+    reason = f": {row['reason']}" if row.get("reason") else ""
+    return [f"{row['status']}{reason}".replace("|", "/")]
+
+
+def padded(cells, width):
+    return [*cells, *["-"] * (width - len(cells))]
+
+
+def caption(content):
+    """The passport of a table: script, machine, versions, commit, date."""
+    e = content["environment"]
+    place = f"{e['gpu']}, driver {e['driver']}, " if "gpu" in e else ""
+    return (
+        f"`{content['script']}.py` on {place}torch {e['torch']}, Triton {e['triton']}, "
+        f"transformers {e['transformers']}, commit {e['commit']}, {content['date'][:10]}."
+    )
+
+
+# --- One function per table: result file -> Markdown -----------------------------------------------------------------
+
+
+def headline(content):
+    """The ladder's ends at its first context."""
+    context = content["rows"][0]["case"]["context"]
+    rows = [row for row in plots.passed(content) if row["case"]["context"] == context]
+    base = next((row for row in rows if row["case"]["rung"] == "0"), None)
+    chain = [row for row in rows if row["case"]["rung"] not in ("0", "0s")]
+    if base is None or not chain:
+        return "The ladder has no baseline or no rung of its own."
+    best = min(chain, key=lambda row: row["median_ms"])
+    chosen = [row for row in rows if row["case"]["rung"] in ("0", "0s", "3")]
+    chosen += [] if best in chosen else [best]
+    lines = [
+        (
+            f"{row['case']['rung']}: {row['case']['name']}", f"{row['median_ms']:.2f}", f"{row['tokens_per_s']:.0f}",
+            f"{base['median_ms'] / row['median_ms']:.1f}x", f"{100 * row['share_of_floor']:.0f} %",
+        )
+        for row in chosen
+    ]  # fmt: skip
+    model = content["configuration"]["model_path"].removeprefix("random:")
+    table = markdown(("rung", "ms/token", "tokens/s", "speed-up", "of the floor's speed"), lines)
+    return f"{model}, {content['configuration']['dtype']}, batch 1, context {context}:\n\n{table}"
+
+
+def ladder(content):
+    parts = []
+    for context in dict.fromkeys(row["case"]["context"] for row in content["rows"]):
+        rows = [row for row in content["rows"] if row["case"]["context"] == context]
+        floor = next((row["floor_ms"] for row in rows if "floor_ms" in row), None)
+        columns, lines = decode_ladder.COLUMNS, []
+        for row in rows:
+            line = by_status(row, lambda row=row: decode_ladder.table_line(row)[2:])
+            lines.append((row["case"]["rung"], row["case"]["name"], *padded(line, len(columns) - 2)))
+        title = f"Context {context}" + (f", floor {floor:.3f} ms per token" if floor else "")
+        parts.append(f"{title} (times in ms per token):\n\n{markdown(columns, lines)}")
+    return "\n\n".join(parts)
+
+
+def end_to_end(content):
+    lines = []
+    for row in content["rows"]:
+        cells = by_status(row, lambda row=row: [
+            f"{row['ttft_ms']:.1f}", f"{row['median_ms']:.2f}", f"{row['tokens_per_s']:.0f}",
+            f"{100 * row['share_of_floor']:.0f} %", f"{row['peak_memory_bytes'] / 1e6:.0f}",
+        ])  # fmt: skip
+        lines.append((row["case"]["contender"], *padded(cells, 5)))
+    case = content["rows"][0]["case"]
+    table = markdown(("", "first token, ms", "ms/token", "tokens/s", "of the floor's speed", "memory MB"), lines)
+    return f"Prompt of {case['prompt']}, {case['new_tokens']} new tokens:\n\n{table}"
+
+
+def decode_attention(content):
+    bandwidth = content["bandwidth_gb_per_s"]
+    parts = [f"Memory reads at {bandwidth:.0f} GB/s (measured in the same run)."]
+    for shape in dict.fromkeys(row["case"]["shape"] for row in content["rows"]):
+        lines = []
+        for length in dict.fromkeys(row["case"]["cache_len"] for row in content["rows"]):
+            rows = {
+                row["case"]["contender"]: row
+                for row in content["rows"]
+                if row["case"]["shape"] == shape and row["case"]["cache_len"] == length
+            }
+            if compare_decode_latency.OURS in rows and compare_decode_latency.OURS_ON_DEVICE in rows:
+                line, _ = compare_decode_latency.table_line(length, rows, bandwidth)
+                lines.append(line)
+        parts.append(f"{shape}:\n\n{markdown(compare_decode_latency.COLUMNS, lines)}")
+    return "\n\n".join(parts)
+
+
+def decode_vs_eager(content):
+    lengths = list(dict.fromkeys(row["case"]["cache_len"] for row in content["rows"]))
+    rows = {(row["case"]["contender"], row["case"]["cache_len"]): row for row in content["rows"]}
+    names = dict.fromkeys(name for name, _ in rows)
+
+    def lines(cell):
+        table = []
+        for name in names:
+            own = [rows[name, length] for length in lengths]
+            cells = (cell(row) if row["status"] == common.PASSED else row["status"] for row in own)
+            table.append((name, *cells))
+        return table
+
+    columns = ("contender", *(str(length) for length in lengths))
+    times = markdown(columns, lines(lambda row: f"{1e3 * row['median_ms']:.1f} ({1e3 * row['call_median_ms']:.0f})"))
+    memory = markdown(columns, lines(lambda row: f"{row['peak_memory_bytes'] / 1e6:.2f}"))
+    return (
+        f"GPU time in us by cache length (in parentheses: the call as Python makes it):\n\n{times}\n\n"
+        f"Memory of a step in MB:\n\n{memory}"
+    )
+
+
+def prefill(content):
+    parts = []
+    for shape in dict.fromkeys(row["case"]["shape"] for row in content["rows"]):
+        lines = []
+        own = [row for row in content["rows"] if row["case"]["shape"] == shape and "pass" in row["case"]]
+        for length in dict.fromkeys(row["case"]["seq_len"] for row in own):
+            for direction in ("forward", "backward"):
+                rows = [row for row in own if (row["case"]["seq_len"], row["case"]["pass"]) == (length, direction)]
+                ours = next(row for row in rows if row["case"]["contender"] == "triton")
+                others = [r for r in rows if r is not ours and r["status"] == common.PASSED]
+                best = min(others, key=lambda row: row["median_ms"], default=None)
+                cells = by_status(ours, lambda ours=ours: [
+                    f"{ours['median_ms']:.3f}", f"{ours['std_ms']:.3f}", f"{ours['tflop_per_s']:.0f}",
+                    f"{ours['peak_memory_bytes'] / 1e6:.0f}",
+                ])  # fmt: skip
+                cells = padded(cells, 4)
+                if best is not None:
+                    gain = f"{best['median_ms'] / ours['median_ms']:.2f}x" if ours["status"] == common.PASSED else "-"
+                    memory = f"{best['peak_memory_bytes'] / 1e6:.0f}"
+                    cells += [
+                        best["case"]["contender"],
+                        f"{best['median_ms']:.3f}",
+                        f"{best['tflop_per_s']:.0f}",
+                        memory,
+                        gain,
+                    ]
+                lines.append((str(length), direction, *padded(cells, 9)))
+        columns = ("S", "pass", "triton ms", "std", "TFLOP/s", "MB", "best other", "ms", "TFLOP/s", "MB", "gain")
+        parts.append(f"{shape}, causal, batch 2:\n\n{markdown(columns, lines)}")
+    return "\n\n".join(parts)
+
+
+def profile(content):
+    rows = plots.passed(content)
+    if not rows:
+        return "No path could be profiled."
+    lines = []
+    for group in GROUPS:
+        times = [(row["groups_ms"][group], 100 * row["groups_ms"][group] / row["gpu_busy_ms"]) for row in rows]
+        lines.append((group, *(f"{ms:.3f} ({share:.0f} %)" for ms, share in times)))
+    for label, field in (("**GPU busy**", "gpu_busy_ms"), ("GPU idle", "gpu_idle_ms"), ("**wall**", "median_ms")):
+        lines.append((label, *(f"{row[field]:.3f}" for row in rows)))
+    for label, field in (("kernels per token", "kernels_per_token"), ("launches per token", "launches_per_token")):
+        lines.append((label, *(f"{row[field]:.0f}" for row in rows)))
+    table = markdown(("ms per token", *(row["case"]["path"] for row in rows)), lines)
+    verdicts = "\n".join(f"- {row['case']['path']}: **{row['verdict']}**. {row['verdict_text']}." for row in rows)
+    return f"Context {rows[0]['case']['context']}; percentages are of the busy time:\n\n{table}\n\n{verdicts}"
+
+
+def kernel_resources(content):
+    lines = []
+    for row in content["rows"]:
+        case = row["case"]
+        what = case["what"] + (f", BLOCK_T={case['block_t']}" if case["block_t"] else "")
+        cells = by_status(row, lambda row=row: [
+            str(row["registers"]), str(row["spill_bytes"]), f"{row['shared_memory_bytes'] / 1024:.1f}",
+            str(row["num_warps"]), f"{100 * row['occupancy']:.0f} %", row["limited_by"],
+        ])  # fmt: skip
+        lines.append((f"sm_{case['capability'].replace('.', '')}", what, f"`{case['kernel']}`", *padded(cells, 6)))
+    columns = ("GPU", "what", "kernel", "registers", "spill B", "shared KiB", "warps", "occupancy", "limited by")
+    return markdown(columns, lines)
+
+
+# NAME -> (script, function, whether the script's picture belongs above the table). "roofline" needs no result file.
+TABLES = {
+    "headline": ("decode_ladder", headline, False),
+    "ladder": ("decode_ladder", ladder, True),
+    "baseline": ("baseline_latency", end_to_end, False),
+    "generate": ("generate_latency", end_to_end, False),
+    "decode-attention": ("compare_decode_latency", decode_attention, True),
+    "decode-vs-eager": ("decode_vs_eager", decode_vs_eager, False),
+    "prefill": ("prefill_vs_sdpa", prefill, True),
+    "profile": ("decode_profile", profile, True),
+    "kernel-resources": ("kernel_resources", kernel_resources, False),
+}
+NAMES = (*TABLES, "roofline")
+
+
+def build(name, root, base):
+    """The Markdown of table ``name`` from the result files under ``root``; pictures are linked relative to ``base``."""
+    if name == "roofline":
+        columns = roofline.columns(roofline.CONTEXTS)
+        return markdown(columns, roofline.table_lines(roofline.floors()))
+    if name not in TABLES:
+        raise cli.UsageError(f"no table is called {name!r}; there are {', '.join(NAMES)}")
+    script, make, has_plot = TABLES[name]
+    parts = []
+    for source in sorted(root.glob(f"*/{script}.json")):
+        content = common.load_results(source)
+        picture = source.with_suffix(".png")
+        if has_plot and picture.exists():
+            parts.append(f"![{script} on {source.parent.name}]({os.path.relpath(picture, base).replace(os.sep, '/')})")
+        parts += [make(content), caption(content)]
+    folder = "profiling" if script == "decode_profile" else "benchmarks"
+    return "\n\n".join(parts) or f"*Not measured yet: `python {folder}/{script}.py` on a GPU, then `make report`.*"
+
+
+def render(text, root, base):
+    """``text`` with every marked table replaced; UsageError for a marker without its partner or of an unknown name."""
+    rendered = MARKER.sub(
+        lambda found: (
+            f"<!-- results:{found['name']} -->\n{build(found['name'], root, base)}\n<!-- /results:{found['name']} -->"
+        ),
+        text,
+    )
+    pairs = sum(2 for _ in MARKER.finditer(text))
+    if len(ANY_MARKER.findall(text)) != pairs:
+        raise cli.UsageError(
+            "a results marker has no partner; each table needs <!-- results:X --> and <!-- /results:X -->"
+        )
+    return rendered
+
+
+def main():
+    parser = cli.parser(__doc__, "RESULTS_DIR")
+    parser.add_argument("--readme", type=Path, default=config.ROOT / "README.md", help="the file with the markers")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the tables differ")
+    args = parser.parse_args()
+    try:
+        text = args.readme.read_text(encoding="utf-8")
+    except OSError as error:
+        raise cli.UsageError(f"{args.readme}: {error.strerror}") from None
+    root = common.results_dir(args.results_dir)
+    if not args.check:
+        try:
+            for picture in plots.draw_all(args.results_dir):
+                print(picture)
+        except cli.UsageError as error:
+            print(f"plots left as they are: {error}")
+    rendered = render(text, root, args.readme.resolve().parent)
+    tables = len(MARKER.findall(text))
+    if args.check:
+        difference = difflib.unified_diff(
+            text.splitlines(), rendered.splitlines(), "README", "results", lineterm="", n=0
+        )
+        for line in list(difference)[:40]:
+            print(line)
+        return cli.verdict(text == rendered, f"{tables} tables of {args.readme.name} compared with {root.name}/")
+    args.readme.write_text(rendered, encoding="utf-8")
+    return cli.verdict(True, f"{tables} tables of {args.readme.name} written from {root.name}/")
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,159 @@
+"""Report and comparison round trips: the README can say only what the result files say."""
+
+import copy
+
+import pytest
+
+import cli
+from benchmarks import common, compare_results, report
+from profiling.digest import GROUPS
+from tests.result_files import GPU, pretend_gpu, timing, write_ladder
+
+pytest_plugins = ["tests.fake_gpu"]
+
+
+@pytest.fixture(autouse=True)
+def passport(monkeypatch):
+    pretend_gpu(monkeypatch)
+
+
+@pytest.fixture
+def readme(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(
+        "# Title\n\n<!-- results:headline -->\nstale\n<!-- /results:headline -->\n\nprose stays\n\n"
+        "<!-- results:ladder -->\n<!-- /results:ladder -->\n"
+    )
+    return path
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["report", *map(str, arguments)])
+    return report.main()
+
+
+def test_round_trip(monkeypatch, tmp_path, readme, capsys):
+    results = tmp_path / "results"
+    write_ladder(results, {"0": 30.0, "0s": None, "1": 20.0, "3": 10.0, "6": 2.0})
+    flags = ("--readme", readme, "--results-dir", results)
+    assert not run(monkeypatch, *flags, "--check")
+    assert "stale" in capsys.readouterr().out
+    assert run(monkeypatch, *flags)
+    text = readme.read_text()
+    assert "stale" not in text and "prose stays" in text
+    assert "| 6: programmatic dependent launch | 2.00 | 500 | 15.0x | 75 % |" in text
+    assert "| 0s | HF generate, StaticCache + torch.compile | SKIPPED: no such GPU / here | - |" in text
+    assert "Fake GPU 9000, driver 1.0" in text
+    assert run(monkeypatch, *flags, "--check")
+    assert run(monkeypatch, *flags)
+    assert readme.read_text() == text  # writing twice changes nothing
+
+
+def test_check_notices_a_figure_changed_by_hand(monkeypatch, tmp_path, readme):
+    write_ladder(tmp_path, {"0": 30.0, "1": 20.0})
+    flags = ("--readme", readme, "--results-dir", tmp_path)
+    run(monkeypatch, *flags)
+    readme.write_text(readme.read_text().replace("20.00", "12.00"))
+    assert not run(monkeypatch, *flags, "--check")
+
+
+def test_a_missing_result_file_says_how_to_get_it(monkeypatch, tmp_path, readme):
+    assert run(monkeypatch, "--readme", readme, "--results-dir", tmp_path / "none")
+    assert readme.read_text().count("Not measured yet: `python benchmarks/decode_ladder.py`") == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- results:ladder -->\n",
+        "<!-- results:ladder -->\n<!-- /results:headline -->\n",
+        "<!-- results:nonsense -->\n<!-- /results:nonsense -->\n",
+    ],
+)
+def test_bad_markers_are_refused(tmp_path, text):
+    with pytest.raises(cli.UsageError):
+        report.render(text, tmp_path, tmp_path)
+
+
+def test_every_table_can_be_built_from_nothing(tmp_path):
+    for name in report.NAMES:
+        assert report.build(name, tmp_path, tmp_path)
+
+
+def test_tables_of_a_measured_set(monkeypatch, fake_gpu, tmp_path):
+    """Files written by the scripts themselves go through every table and keep their figures."""
+    from benchmarks import compare_decode_latency, contenders, decode_vs_eager, prefill_vs_sdpa
+
+    def decode(q, k, v, length):
+        return contenders.grouped_matmul_decode(q, k, v)
+
+    def prefill(q, k, v):
+        return contenders.sdpa("math", q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    monkeypatch.setattr(compare_decode_latency, "decode_attention", decode)
+    monkeypatch.setattr(compare_decode_latency, "SHAPES", compare_decode_latency.TINY_SHAPES)
+    monkeypatch.setattr(prefill_vs_sdpa, "flash_attention", prefill)
+    monkeypatch.setattr(prefill_vs_sdpa, "SHAPES", prefill_vs_sdpa.TINY_SHAPES)
+    monkeypatch.setitem(decode_vs_eager.CONTENDERS, "triton", decode_vs_eager.CONTENDERS["grouped matmul"])
+    assert fake_gpu.run(compare_decode_latency, "--lengths", "20,33", "--shapes", "0,1")
+    assert fake_gpu.run(prefill_vs_sdpa, "--lengths", "17", "--shapes", "0")
+    assert fake_gpu.run(decode_vs_eager, "--lengths", "20")
+    for name, script in (
+        ("decode-attention", "compare_decode_latency"), ("prefill", "prefill_vs_sdpa"),
+        ("decode-vs-eager", "decode_vs_eager"),
+    ):  # fmt: skip
+        text = report.build(name, fake_gpu.folder, fake_gpu.folder)
+        (ours, *_) = (row for row in fake_gpu.rows(script) if row["case"]["contender"] == "triton")
+        factor, digits = (1, 3) if name == "prefill" else (1e3, 1)
+        assert f"{factor * ours['median_ms']:.{digits}f}" in text
+
+
+def test_profile_table_adds_up_and_carries_the_verdict(tmp_path):
+    results = common.Results("decode_profile", {})
+    groups = dict(zip(GROUPS, range(1, 9), strict=True))
+    results.add(
+        {"path": "hf", "context": 128}, timing=timing(72.0), gpu_busy_ms=36.0, gpu_idle_ms=36.0,
+        kernels_per_token=9.0, launches_per_token=9.0, groups_ms=groups, verdict="launch-bound", verdict_text="waits",
+    )  # fmt: skip
+    results.write_as(GPU, tmp_path)
+    text = report.build("profile", tmp_path, tmp_path)
+    assert "| attention | 1.000 (3 %) |" in text and "| **GPU busy** | 36.000 |" in text
+    assert "- hf: **launch-bound**. waits." in text
+
+
+# --- compare_results.py ----------------------------------------------------------------------------------------------
+
+
+def compare(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["compare_results", *map(str, arguments)])
+    return compare_results.main()
+
+
+def test_compare_passes_within_the_limit_and_fails_past_it(monkeypatch, tmp_path, capsys):
+    before = write_ladder(tmp_path / "a", {"0": 30.0, "1": 20.0})
+    after = write_ladder(tmp_path / "b", {"0": 30.9, "1": 19.0})
+    assert compare(monkeypatch, before, after)
+    assert not compare(monkeypatch, before, after, "--limit", 1.02)
+    output = capsys.readouterr().out
+    assert "1.030" in output and "0.950" in output
+    assert compare(monkeypatch, before.parent, after.parent)
+
+
+def test_a_row_that_no_longer_passes_is_a_regression(monkeypatch, tmp_path, capsys):
+    before = write_ladder(tmp_path / "a", {"0": 30.0, "1": 20.0})
+    assert not compare(monkeypatch, before, write_ladder(tmp_path / "b", {"0": 30.0, "1": None}))
+    assert "SKIPPED (no such GPU | here)" in capsys.readouterr().out
+    assert compare(monkeypatch, tmp_path / "b/fake-gpu-9000", before.parent)  # a new row is none
+
+
+def test_different_scripts_cannot_be_compared(tmp_path):
+    one = common.load_results(write_ladder(tmp_path, {"0": 30.0}))
+    other = copy.deepcopy(one) | {"script": "other"}
+    with pytest.raises(cli.UsageError, match="other"):
+        compare_results.compare(one, other, 1.05)
+
+
+def test_compare_wants_two_files_or_two_folders(monkeypatch, tmp_path):
+    path = write_ladder(tmp_path, {"0": 30.0})
+    with pytest.raises(cli.UsageError, match="two files or two folders"):
+        compare(monkeypatch, path, tmp_path)
