@@ -16,6 +16,7 @@ import psutil
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Phi3Config, Phi3ForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import cli
 import config as settings
@@ -251,6 +252,7 @@ def _checkpoint_model(path, model_config, dtype, device, device_map, trust_remot
         return Phi3ForCausalLM.from_pretrained(folder, **options)
     _add_removed_cache_methods()
     try:
+        _keep_loaded_weights(model_config, folder)
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
     except (ImportError, AttributeError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
@@ -436,6 +438,21 @@ def layer_output(output):
 
 
 # --- A checkpoint's own old modeling file ----------------------------------------------------------------------------
+
+
+def _keep_loaded_weights(model_config, folder):
+    """Switch the weight initialisation of the checkpoint's own classes off: its files have all weights.
+
+    transformers 5 calls it after loading and protects what is loaded only from functions of its own; old code fills
+    ``weight.data`` itself, and in 5.0 that replaces every loaded matrix by random numbers without a word.
+    """
+    reference = (getattr(model_config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if reference is None:
+        return
+    model_class = get_class_from_dynamic_module(reference, folder, local_files_only=True)
+    for parent in model_class.__mro__:
+        if parent.__module__ == model_class.__module__ and "_init_weights" in vars(parent):
+            parent._init_weights = lambda self, module: None
 
 
 def _pass_cache_by_its_old_name(model):

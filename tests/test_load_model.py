@@ -275,6 +275,9 @@ def test_remote_code_checkpoint(tmp_path):
     remote = load_model(folder, **CPU, trust_remote_code=True)
     assert type(remote).__module__.startswith("transformers_modules.")
 
+    for name, expected in built_in.named_parameters():
+        assert torch.equal(remote.get_parameter(name), expected), f"{name} is not the file's"
+
     widths = []
     remote.model.layers[0].register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
     prompt = torch.randint(3, 90, (1, 7))

@@ -183,3 +183,12 @@ def test_make_names_the_python_it_needs(tmp_path):
     )
     assert result.returncode == 2
     assert "Python 3.10 to 3.13" in result.stderr and not (tmp_path / "venv").exists()
+
+
+def test_the_readme_lists_every_module():
+    """The README's tree names each Python file once, and no other."""
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## Structure")[1].split("```")[1]
+    listed = [line.split()[0] for line in tree.splitlines() if line.split()[:1] and line.split()[0].endswith(".py")]
+    folders = (".", "benchmarks", "kernels", "kv_cache", "model", "profiling")
+    modules = [path for folder in folders for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py"]
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT)) for path in modules)

@@ -5,7 +5,7 @@ Written for the test suite; the attribute names are Phi-3's, so that its weights
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Phi3Config, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -79,6 +79,7 @@ class Phi3DecoderLayer(nn.Module):
 
 
 class Phi3PreTrainedModel(PreTrainedModel):
+    config_class = Phi3Config
     base_model_prefix = "model"
     _supports_sdpa = True
     _supports_cache_class = True
