@@ -10,6 +10,8 @@ import json
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
+from model.load_model import HF_APPLIES_WINDOW
+
 VOCAB = 96
 
 # The device under test: the GPU where there is one, else the CPU and interpreted kernels.
@@ -57,7 +59,14 @@ def prompt(length, *, batch=1, seed=0):
 @torch.no_grad()
 def recomputed_logits(model, ids):
     """R2: logits [B, vocab] float32 of the last position, the whole sequence in one pass, no cache."""
-    return model(ids, use_cache=False).logits[:, -1].float()
+    window, options = model.config.sliding_window, {}
+    if window is not None and not HF_APPLIES_WINDOW:  # an old Hugging Face model takes the window only as a mask
+        position = torch.arange(ids.shape[1], device=ids.device)
+        visible = (position <= position[:, None]) & (position > position[:, None] - window)
+        mask = torch.zeros(visible.shape, dtype=model.dtype, device=ids.device)
+        mask = mask.masked_fill(~visible, torch.finfo(model.dtype).min)
+        options["attention_mask"] = mask.expand(ids.shape[0], 1, -1, -1)
+    return model(ids, use_cache=False, **options).logits[:, -1].float()
 
 
 @torch.no_grad()
