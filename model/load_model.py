@@ -33,6 +33,9 @@ PARTIAL_ROTARY_SINCE = (4, 49)
 # Older Phi-3 classes compute head_dim and ignore the config's own.
 HEAD_DIM_SINCE = (4, 48)
 
+# What the first Phi-3 checkpoints called longrope; transformers 5 fails on what it expects beside the name.
+EARLY_LONGROPE_NAMES = ("su", "yarn")
+
 DTYPE_KEYWORD = "dtype" if VERSION >= (4, 56) else "torch_dtype"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -134,6 +137,9 @@ def load_config(path=None, *, trust_remote_code=False):
     if kind != "phi3":
         architecture = ", ".join(fields.get("architectures") or ["no architecture named"])
         raise ValueError(f"MODEL_PATH {path!r} is a {kind!r} model ({architecture}); only 'phi3' is supported")
+    if fields.get("quantization_config"):
+        method = fields["quantization_config"].get("quant_method", "unnamed method")
+        raise ValueError(f"MODEL_PATH {path!r} is quantised ({method}): the kernels read 16- or 32-bit weights only")
     if trust_remote_code and "AutoConfig" in fields.get("auto_map", {}):
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=True)
     return _make_config(path, fields)
@@ -142,8 +148,10 @@ def load_config(path=None, *, trust_remote_code=False):
 def _make_config(path, fields):
     if VERSION < (5, 0):
         fields = _old_rope_layout(fields)
+    if (fields.get("rope_scaling") or {}).get("type") in EARLY_LONGROPE_NAMES:
+        fields = {**fields, "rope_scaling": {**fields["rope_scaling"], "type": "longrope"}}
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    partial = scaling.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    partial = scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
     if partial != 1.0 and VERSION < PARTIAL_ROTARY_SINCE:
         raise ValueError(
             f"MODEL_PATH {path!r} has partial_rotary_factor {partial:g}, which needs transformers >= "
@@ -248,19 +256,27 @@ def _checkpoint_model(path, model_config, dtype, device, device_map, trust_remot
         options["device_map"] = device_map
     elif device.type == "cuda":
         options["device_map"] = {"": device}  # straight to the GPU, without a copy of the model on the CPU
-    if not trust_remote_code:
-        return Phi3ForCausalLM.from_pretrained(folder, **options)
-    _add_removed_cache_methods()
+    if trust_remote_code:
+        _add_removed_cache_methods()
     try:
-        _keep_loaded_weights(model_config, folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
-    except (ImportError, AttributeError, TypeError, KeyError) as error:
+        if trust_remote_code:
+            _keep_loaded_weights(model_config, folder)
+            options["trust_remote_code"] = True
+        kind = AutoModelForCausalLM if trust_remote_code else Phi3ForCausalLM
+        model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
+    except Exception as error:  # whatever the files or their own code hold, and each version says it differently
         reason = " ".join(str(error).split())
+        remedy = "leave trust_remote_code off, the built-in Phi-3 reads the same weights"
         raise ValueError(
-            f"MODEL_PATH {path!r}: its own modeling code does not run on transformers {transformers.__version__} "
-            f"({reason}): leave trust_remote_code off, the built-in Phi-3 reads the same weights"
+            f"MODEL_PATH {path!r} cannot be loaded with transformers {transformers.__version__} ({reason})"
+            + (f": {remedy}" if trust_remote_code else "")
         ) from None
-    _pass_cache_by_its_old_name(model)
+    if info["missing_keys"]:
+        raise ValueError(
+            f"MODEL_PATH {path!r} lacks {len(info['missing_keys'])} weights: {sorted(info['missing_keys'])[0]} ..."
+        )
+    if trust_remote_code:
+        _pass_cache_by_its_old_name(model)
     return model
 
 
@@ -320,7 +336,7 @@ def rope_settings(model_config):
     if theta is None:
         raise ValueError("the config has neither rope_theta nor rope_parameters['rope_theta']: set the rotary base")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    kind = {"su": "longrope", "yarn": "longrope"}.get(kind, kind)  # names that early Phi-3 checkpoints used for it
+    kind = "longrope" if kind in EARLY_LONGROPE_NAMES else kind
     if kind not in ("default", "longrope"):
         raise ValueError(f"rope type {kind!r} is not one that Phi-3 uses (default, longrope)")
     original = getattr(model_config, "original_max_position_embeddings", None)

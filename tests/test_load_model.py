@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import config as settings
 from model import load_model as loading
@@ -196,6 +196,12 @@ def test_rope_settings_of_both_layouts(tmp_path, case, layout):
     assert rope["max_position_embeddings"] == 128
 
 
+def test_a_checkpoint_from_before_longrope_had_its_name(tmp_path):
+    scaling = {"type": "su", "short_factor": SHORT, "long_factor": LONG}
+    rope = rope_settings(load_config(write_config(tmp_path, rope_scaling=scaling)))
+    assert (rope["type"], rope["short_factor"], rope["long_factor"]) == ("longrope", SHORT, LONG)
+
+
 @pytest.mark.parametrize("layout", ["old", "new"])
 def test_rope_base_reaches_the_model(tmp_path, layout):
     """250000^(-2/16); a default base of 10000 would give 0.31623."""
@@ -238,8 +244,6 @@ def test_checkpoint_weights_and_dtype(tmp_path, shards, stored, tied):
     model = load_model(tmp_path, **CPU)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) == tied
-    from safetensors.torch import load_file
-
     stored_weights = {}
     for file in tmp_path.glob("*.safetensors"):
         stored_weights |= load_file(file)
@@ -421,6 +425,29 @@ def missing_shard(folder):
     next(folder.glob("model-00002*")).unlink()
 
 
+def missing_weight(folder):
+    """transformers itself would fill the gap with random numbers and a warning."""
+    write_checkpoint(folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def other_sizes(folder):
+    write_checkpoint(folder, intermediate_size=112)
+    write_config(folder)
+
+
+def cut_off(folder):
+    write_checkpoint(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def quantised(folder):
+    write_checkpoint(folder, quantization_config={"quant_method": "awq", "bits": 4})
+
+
 def bad_factor_list(folder):
     scaling = {"type": "longrope", "short_factor": SHORT[:3], "long_factor": LONG}
     write_checkpoint(folder, rope_scaling=scaling)
@@ -435,6 +462,10 @@ def bad_factor_list(folder):
         (another_architecture, "'llama' model (LlamaForCausalLM)"),
         (no_weights, "no weights"),
         (missing_shard, "lacks 1 of 3 weight files: model-00002-of-00003.safetensors"),
+        (missing_weight, "lacks 1 weights: model.layers.1.mlp.down_proj.weight"),
+        (other_sizes, "cannot be loaded"),
+        (cut_off, "cannot be loaded"),
+        (quantised, "is quantised (awq)"),
         (bad_factor_list, "cannot read its config"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
