@@ -208,7 +208,7 @@ def check_tiny(paths, model, args):
         with named_ranges(model):
             events = trace_events(functools.partial(end_to_end.decode_steps, decoder, token, 1), ranges=True)
         names = {e["name"].rsplit(": ", 1)[-1] for e in events if e.get("cat") == "user_annotation"}
-        lines.append((path, common.PASSED, f"ranges: {', '.join(sorted(names & STAGES.keys()))}"))
+        lines.append((path, common.PASSED, f"ranges: {', '.join(sorted(names & STAGES.keys())) or 'none inside'}"))
     cli.table(("path", "status", "what was found"), lines)
     return ok
 

@@ -12,16 +12,16 @@ from model.phi3_decode import hf_generate
 
 @pytest.fixture(scope="module")
 def tiny():
-    return load_model("random:tiny", dtype=torch.float32, device="cpu")
+    return load_model("random:tiny", dtype=torch.float32)
 
 
 @pytest.fixture
-def prompt():
-    return torch.arange(3, 12)[None]
+def prompt(device):
+    return torch.arange(3, 12, device=device)[None]
 
 
 def make_cache(model):
-    return KVCache.from_config(model.config, 64, dtype=torch.float32, device="cpu")
+    return KVCache.from_config(model.config, 64, dtype=torch.float32, device=model.device)
 
 
 def test_first_token_and_the_others_are_timed_apart():
