@@ -224,7 +224,7 @@ def main():
     print(
         f"Ceiling: the best SDPA backend on this GPU, timed in the same run. {dtype}, causal, batch 2, warm caches.\n"
     )
-    results = common.Results("prefill_vs_sdpa", vars(args))
+    results = common.Results("prefill_vs_sdpa", vars(args), common.WARM_EVENTS)
     gains = []
     for shape in (SHAPES[index] for index in args.shapes):
         lines = []

@@ -52,7 +52,7 @@ def caption(content):
     place = f"{e['gpu']}, driver {e['driver']}, " if "gpu" in e else ""
     return (
         f"`{content['script']}.py` on {place}torch {e['torch']}, Triton {e['triton']}, "
-        f"transformers {e['transformers']}, commit {e['commit']}, {content['date'][:10]}."
+        f"transformers {e['transformers']}, commit {e['commit']}, {content['date'][:10]}; {content['method']}."
     )
 
 

@@ -233,7 +233,7 @@ def main():
     bandwidth = common.read_bandwidth_gb_per_s()
     common.print_floor(model.config, args.prompt_tokens, dtype, bandwidth)
     print()
-    results = common.Results("decode_profile", vars(args))
+    results = common.Results("decode_profile", vars(args), "GPU work by torch.profiler, wall by the host clock, median")
     results.numbers["bandwidth_gb_per_s"] = bandwidth
     input_ids = common.random_prompt(model.config.vocab_size, args.prompt_tokens, args.seed, device)
     verdicts = {}

@@ -109,7 +109,7 @@ def test_tables_of_a_measured_set(monkeypatch, fake_gpu, tmp_path):
 
 
 def test_profile_table_adds_up_and_carries_the_verdict(tmp_path):
-    results = common.Results("decode_profile", {})
+    results = common.Results("decode_profile", {}, "by hand")
     groups = dict(zip(GROUPS, range(1, 9), strict=True))
     results.add(
         {"path": "hf", "context": 128}, timing=timing(72.0), gpu_busy_ms=36.0, gpu_idle_ms=36.0,
