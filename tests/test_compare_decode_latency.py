@@ -79,3 +79,13 @@ def test_gain_is_against_the_fastest_other_and_an_impossible_rate_gains_nothing(
     rows[script.OURS] = row(script.OURS, 0.02, share=1.2)
     line, gain = script.table_line(128, rows, 100.0)
     assert gain is None and line[5] == "120 (cache)" and line[-1] == "-"
+
+
+@pytest.mark.gpu
+def test_a_short_run_on_the_gpu(real_gpu):
+    assert real_gpu.run(script, "--lengths", "512", "--shapes", "1", "--samples", "3")
+    content = real_gpu.content("compare_decode_latency")
+    ours = [row for row in content["rows"] if script.is_ours(row["case"]["contender"])]
+    assert [row["status"] for row in ours] == [common.PASSED] * 2
+    assert all(0 < row["share"] <= common.IMPOSSIBLE_SHARE for row in ours)
+    assert content["environment"]["driver"] != "unknown"

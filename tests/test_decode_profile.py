@@ -85,3 +85,16 @@ def test_a_wrong_path_gets_no_profile(monkeypatch, fake_gpu):
     assert not fake_gpu.run(script, *SMALL, "--path", "prealloc")
     (row,) = fake_gpu.rows("decode_profile")
     assert row["status"] == common.INCORRECT and "groups_ms" not in row
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_is_few_launches_and_many_kernels(real_gpu):
+    assert real_gpu.run(script, *SMALL, "--path", "hf", "graph")
+    hf, graph = real_gpu.rows("decode_profile")
+    for row in (hf, graph):
+        assert row["status"] == common.PASSED
+        assert 0 < row["gpu_busy_ms"] == pytest.approx(sum(row["groups_ms"].values()), rel=1e-4)
+        for group in ("attention", "QKV and O projections", "MLP", "LM head"):
+            assert row["groups_ms"][group] > 0
+    assert hf["launches_per_token"] >= hf["kernels_per_token"] * 0.9
+    assert graph["launches_per_token"] < 0.3 * graph["kernels_per_token"]
