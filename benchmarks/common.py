@@ -34,6 +34,11 @@ import config
 from benchmarks import counts
 from model.decode_attention_ref import decode_attention_ref
 
+# How a script took its times, as its result file and the README say it.
+COLD_GRAPHS = "CUDA-graph replays over input sets beyond the L2 (cold), median"
+WARM_EVENTS = "CUDA events around each call, warm caches, median"
+HOST_CLOCK = "host clock, every token handed to the host, median of alternating or repeated runs"
+
 # Version of the result file's layout; readers refuse any other.
 SCHEMA = 1
 
@@ -299,13 +304,15 @@ def slug(name):
 class Results:
     """The rows of one run of one script, and the file that they go to.
 
-    configuration: what the run was asked to do (flags, sizes). Each row has a ``case`` (what was measured, the row's
-    identity when two files are compared), a ``status``, and numbers with their unit in the name.
+    configuration: what the run was asked to do (flags, sizes). method: how it was timed, caches warm or cold. Each row
+    has a ``case`` (what was measured, the row's identity when two files are compared), a ``status``, and numbers with
+    their unit in the name.
     """
 
-    def __init__(self, script, configuration):
+    def __init__(self, script, configuration, method):
         self.script = script
         self.configuration = configuration
+        self.method = method
         self.rows = []
         self.numbers = {}
 
@@ -340,6 +347,7 @@ class Results:
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "environment": environment(),
             "configuration": self.configuration,
+            "method": self.method,
             **self.numbers,
             "rows": self.rows,
         }

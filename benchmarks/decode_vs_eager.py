@@ -168,7 +168,7 @@ def main():
 
     bandwidth = common.read_bandwidth_gb_per_s()
     print(f"Ceiling: memory reads at {bandwidth:.0f} GB/s (measured). {dtype}, 32/8 heads, D=128, batch 1, cold L2.\n")
-    results = common.Results("decode_vs_eager", vars(args))
+    results = common.Results("decode_vs_eager", vars(args), f"{common.COLD_GRAPHS}; calls by the host clock")
     results.numbers["bandwidth_gb_per_s"] = bandwidth
     lines, memory, gains = [], [], []
     for cache_len in common.progress(args.lengths, "decode_vs_eager"):

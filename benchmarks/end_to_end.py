@@ -119,6 +119,20 @@ def decode_steps(decoder, token_ids, steps):
     return token_ids
 
 
+def gate(found):
+    """TokenCheck ``found`` with the verdict that counts before a timing.
+
+    The tokens agree up to near ties and the logits' error is not far from Hugging Face's own. Step 3 and the tests hold
+    the error to a stricter bar on more tokens; a handful of logits make a noisy one.
+    """
+    a = found.accuracy
+    near = (
+        a.relative_error <= common.OURS_FACTOR * a.native_relative_error
+        and a.max_error <= 2 * common.OURS_FACTOR * a.native_max_error
+    )
+    return found._replace(ok=near and not found.unexplained)
+
+
 def check_decoder(model, input_ids, reference_ids, reference_logits, kv_cache, *, path="triton", decoder):
     """TokenCheck of a rung with Hugging Face's tokens fed in; not ok either where its ``run`` and ``step`` disagree.
 
@@ -140,7 +154,7 @@ def check_decoder(model, input_ids, reference_ids, reference_logits, kv_cache, *
         return reference_ids[:, len(steps) - 1]
 
     run(sampler=force)
-    found = check_tokens(model, input_ids, reference_ids, reference_logits, torch.stack(steps, dim=1))
+    found = gate(check_tokens(model, input_ids, reference_ids, reference_logits, torch.stack(steps, dim=1)))
     # Without a sampler a decoder that can feeds itself: those tokens are the ones that get timed.
     same = torch.equal(run(), run(sampler=lambda ids, logits: greedy(logits)))
     return found if same else found._replace(ok=False)
@@ -151,7 +165,8 @@ def check_until_parting(model, input_ids, reference_ids, reference_logits, ids, 
     steps = min(reference_ids.shape[1], ids.shape[1])
     differs = (reference_ids[0, :steps] != ids[0, :steps].to(reference_ids.device)).nonzero().flatten().tolist()
     same = differs[0] + 1 if differs else steps
-    return check_tokens(model, input_ids, reference_ids[:, :same], reference_logits[:, :same], logits[:, :same])
+    found = check_tokens(model, input_ids, reference_ids[:, :same], reference_logits[:, :same], logits[:, :same])
+    return gate(found)
 
 
 # --- What steps 5 and 6 share ----------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def main():
     bandwidth = common.read_bandwidth_gb_per_s()
     floor = common.print_floor(model.config, args.prompt_tokens + args.new_tokens // 2, dtype, bandwidth)
     print()
-    results = common.Results("generate_latency", vars(args))
+    results = common.Results("generate_latency", vars(args), common.HOST_CLOCK)
     results.numbers |= {"bandwidth_gb_per_s": bandwidth, "floor_ms": floor}
     input_ids = common.random_prompt(model.config.vocab_size, args.prompt_tokens, args.seed, device)
     reference = hf_generate(model, input_ids, min(CHECKED_TOKENS, args.new_tokens))

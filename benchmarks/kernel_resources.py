@@ -209,13 +209,17 @@ def main():
     parser.add_argument("--block-t", type=common.number_list, default=BLOCK_TS, help="values of config.BLOCK_T")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="which kernels")
     args = parser.parse_args()
-    cli.header("further step", "What each kernel takes on each GPU, compiled ahead of time, nothing run")
-    results = common.Results("kernel_resources", vars(args))
+    print(f"[further step] What each kernel takes on each GPU, compiled ahead of time, nothing run\n{cli.machine()}\n")
+    results = common.Results("kernel_resources", vars(args), "compiled ahead of time, not run")
+    compile_one = partial(compile_for, kernels=args.kernels, block_ts=args.block_t)
     workers = min(len(args.capabilities), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(compile_for, one, args.kernels, args.block_t) for one in args.capabilities]
-        for job in common.progress(jobs, "compiling"):
-            results.rows += job.result()
+    if workers == 1:
+        found = map(compile_one, args.capabilities)
+        results.rows = [row for rows in common.progress(found, "compiling") for row in rows]
+    else:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            found = pool.map(compile_one, args.capabilities)
+            results.rows = [row for rows in common.progress(found, "compiling") for row in rows]
     cli.table(COLUMNS, [table_line(row) for row in results.rows])
     print(f"results: {results.write_as('compiled', args.results_dir)}")
     largest = largest_without_spills(results.rows)

@@ -2,7 +2,8 @@
 
 Causal, batch 2. Attention over long sequences is bound by the tensor cores, so the figure is TFLOP/s by the usual count
 (4 B H S^2 D, half of it causal, 2.5 times that backward). Event times, contenders alternating, caches warm; the memory
-is what a call takes at its peak on top of its inputs. Output and gradients are checked on the inputs that are timed.
+is what a call takes at its peak on top of its inputs (backward: forward and backward together). Output and gradients
+are checked on the inputs that are timed.
 """
 
 import functools
@@ -224,7 +225,7 @@ def main():
     print(
         f"Ceiling: the best SDPA backend on this GPU, timed in the same run. {dtype}, causal, batch 2, warm caches.\n"
     )
-    results = common.Results("prefill_vs_sdpa", vars(args))
+    results = common.Results("prefill_vs_sdpa", vars(args), common.WARM_EVENTS)
     gains = []
     for shape in (SHAPES[index] for index in args.shapes):
         lines = []

@@ -52,7 +52,7 @@ def caption(content):
     place = f"{e['gpu']}, driver {e['driver']}, " if "gpu" in e else ""
     return (
         f"`{content['script']}.py` on {place}torch {e['torch']}, Triton {e['triton']}, "
-        f"transformers {e['transformers']}, commit {e['commit']}, {content['date'][:10]}."
+        f"transformers {e['transformers']}, commit {e['commit']}, {content['date'][:10]}; {content['method']}."
     )
 
 
@@ -80,6 +80,34 @@ def headline(content):
     model = content["configuration"]["model_path"].removeprefix("random:")
     table = markdown(("rung", "ms/token", "tokens/s", "speed-up", "of the floor's speed"), lines)
     return f"{model}, {content['configuration']['dtype']}, batch 1, context {context}:\n\n{table}"
+
+
+def lessons(content):
+    """What the ladder's first context says, a line per rung."""
+    context = content["rows"][0]["case"]["context"]
+    rows = [
+        row for row in plots.passed(content)
+        if row["case"]["context"] == context and row["case"]["rung"] != "0s"
+    ]  # fmt: skip
+    if len(rows) < 2:
+        return "The ladder has too few rungs to compare."
+    first, last = rows[0], rows[-1]
+    saved = first["median_ms"] - last["median_ms"]
+    lines = [
+        f"- {first['case']['name']} at context {context}: {first['median_ms']:.2f} ms per token, of which the GPU "
+        f"works {first['gpu_busy_ms']:.2f} ms and waits {first['gpu_idle_ms']:.2f} ms."
+    ]
+    for row in rows[1:]:
+        share = 100 * row["bought_ms"] / saved
+        lines.append(
+            f"- Rung {row['case']['rung']}, {row['case']['name']}: {-row['bought_ms']:+.2f} ms "
+            f"({share:.0f} % of all that the ladder saves); launches per token: {row['launches_per_token']:.0f}."
+        )
+    lines.append(
+        f"- What is left: {last['median_ms']:.2f} ms against a floor of {last['floor_ms']:.2f} ms "
+        f"({100 * last['share_of_floor']:.0f} %)."
+    )
+    return "\n".join(lines)
 
 
 def ladder(content):
@@ -199,39 +227,55 @@ def profile(content):
 
 
 def kernel_resources(content):
-    lines = []
-    for row in content["rows"]:
-        case = row["case"]
-        what = case["what"] + (f", BLOCK_T={case['block_t']}" if case["block_t"] else "")
-        cells = by_status(row, lambda row=row: [
-            str(row["registers"]), str(row["spill_bytes"]), f"{row['shared_memory_bytes'] / 1024:.1f}",
-            str(row["num_warps"]), f"{100 * row['occupancy']:.0f} %", row["limited_by"],
-        ])  # fmt: skip
-        lines.append((f"sm_{case['capability'].replace('.', '')}", what, f"`{case['kernel']}`", *padded(cells, 6)))
-    columns = ("GPU", "what", "kernel", "registers", "spill B", "shared KiB", "warps", "occupancy", "limited by")
-    return markdown(columns, lines)
+    def table(rows):
+        lines = []
+        for row in rows:
+            case = row["case"]
+            what = case["what"] + (f", BLOCK_T={case['block_t']}" if case["block_t"] else "")
+            cells = by_status(row, lambda row=row: [
+                str(row["registers"]), str(row["spill_bytes"]), f"{row['shared_memory_bytes'] / 1024:.1f}",
+                str(row["num_warps"]), f"{100 * row['occupancy']:.0f} %", row["limited_by"],
+            ])  # fmt: skip
+            lines.append((f"sm_{case['capability'].replace('.', '')}", what, f"`{case['kernel']}`", *padded(cells, 6)))
+        columns = ("GPU", "what", "kernel", "registers", "spill B", "shared KiB", "warps", "occupancy", "limited by")
+        return markdown(columns, lines)
+
+    swept = [row for row in content["rows"] if row["case"]["block_t"] is not None]
+    others = [row for row in content["rows"] if row["case"]["block_t"] is None]
+    return "\n\n".join([table(swept)] + ([folded("Other kernels", table(others))] if others else []))
 
 
-# NAME -> (script, function, whether the script's picture belongs above the table). "roofline" needs no result file.
+def roofline_table(models):
+    columns = roofline.columns(roofline.CONTEXTS)
+    return markdown(columns, roofline.table_lines(roofline.floors(models=models)))
+
+
+def folded(summary, text):
+    """A part of the page that opens at a click."""
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+
+
+# NAME -> (script, function, whether the script's picture belongs above the table).
 TABLES = {
     "headline": ("decode_ladder", headline, False),
-    "ladder": ("decode_ladder", ladder, True),
-    "baseline": ("baseline_latency", end_to_end, False),
-    "generate": ("generate_latency", end_to_end, False),
-    "decode-attention": ("compare_decode_latency", decode_attention, True),
-    "decode-vs-eager": ("decode_vs_eager", decode_vs_eager, False),
-    "prefill": ("prefill_vs_sdpa", prefill, True),
-    "profile": ("decode_profile", profile, True),
-    "kernel-resources": ("kernel_resources", kernel_resources, False),
+    "lessons": ("decode_ladder", lessons, False),
+    "decode_ladder": ("decode_ladder", ladder, True),
+    "baseline_latency": ("baseline_latency", end_to_end, False),
+    "generate_latency": ("generate_latency", end_to_end, False),
+    "compare_decode_latency": ("compare_decode_latency", decode_attention, True),
+    "decode_vs_eager": ("decode_vs_eager", decode_vs_eager, False),
+    "prefill_vs_sdpa": ("prefill_vs_sdpa", prefill, True),
+    "decode_profile": ("decode_profile", profile, True),
+    "kernel_resources": ("kernel_resources", kernel_resources, False),
 }
-NAMES = (*TABLES, "roofline")
+NAMES = (*TABLES, "roofline")  # arithmetic: needs no result file
 
 
 def build(name, root, base):
     """The Markdown of table ``name`` from the result files under ``root``; pictures are linked relative to ``base``."""
     if name == "roofline":
-        columns = roofline.columns(roofline.CONTEXTS)
-        return markdown(columns, roofline.table_lines(roofline.floors()))
+        first, *others = roofline.MODELS
+        return f"{roofline_table([first])}\n\n{folded('Other models', roofline_table(others))}"
     if name not in TABLES:
         raise cli.UsageError(f"no table is called {name!r}; there are {', '.join(NAMES)}")
     script, make, has_plot = TABLES[name]

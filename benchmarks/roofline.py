@@ -105,7 +105,7 @@ def main():
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="presets or checkpoint directories")
     parser.add_argument("--contexts", type=common.number_list, default=CONTEXTS, help="context lengths")
     args = parser.parse_args()
-    cli.header("further step", "The least time per token that the memory allows, by GPU (float16, batch 1)")
+    print(f"[further step] The least time per token that memory allows, by GPU (float16, batch 1)\n{cli.machine()}\n")
     gpus = GPUS
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

@@ -208,7 +208,7 @@ def check_tiny(paths, model, args):
         with named_ranges(model):
             events = trace_events(functools.partial(end_to_end.decode_steps, decoder, token, 1), ranges=True)
         names = {e["name"].rsplit(": ", 1)[-1] for e in events if e.get("cat") == "user_annotation"}
-        lines.append((path, common.PASSED, f"ranges: {', '.join(sorted(names & STAGES.keys()))}"))
+        lines.append((path, common.PASSED, f"ranges: {', '.join(sorted(names & STAGES.keys())) or 'none inside'}"))
     cli.table(("path", "status", "what was found"), lines)
     return ok
 
@@ -233,7 +233,7 @@ def main():
     bandwidth = common.read_bandwidth_gb_per_s()
     common.print_floor(model.config, args.prompt_tokens, dtype, bandwidth)
     print()
-    results = common.Results("decode_profile", vars(args))
+    results = common.Results("decode_profile", vars(args), "GPU work by torch.profiler, wall by the host clock, median")
     results.numbers["bandwidth_gb_per_s"] = bandwidth
     input_ids = common.random_prompt(model.config.vocab_size, args.prompt_tokens, args.seed, device)
     verdicts = {}

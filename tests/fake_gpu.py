@@ -24,10 +24,16 @@ class Runner:
 
     def content(self, script):
         """The result file that ``script`` wrote."""
-        return common.load_results(self.folder / common.slug(NAME) / f"{script}.json")
+        return common.load_results(self.folder / common.slug(torch.cuda.get_device_name()) / f"{script}.json")
 
     def rows(self, script):
         return self.content(script)["rows"]
+
+
+@pytest.fixture
+def real_gpu(monkeypatch, tmp_path):
+    """Scripts run on the GPU that is there; for tests marked ``gpu``."""
+    return Runner(monkeypatch, tmp_path)
 
 
 @pytest.fixture

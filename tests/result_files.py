@@ -17,7 +17,7 @@ def timing(ms):
 
 def write_ladder(folder, walls):
     """A ladder at context 128 with ms/token per rung; None is a SKIPPED row."""
-    results = common.Results("decode_ladder", {"model_path": "random:tiny", "dtype": "float16"})
+    results = common.Results("decode_ladder", {"model_path": "random:tiny", "dtype": "float16"}, "by hand")
     results.numbers["bandwidth_gb_per_s"] = 1000.0
     rows = []
     for rung in decode_ladder.RUNGS:

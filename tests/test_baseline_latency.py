@@ -1,6 +1,7 @@
 """Steps 5 and 6: the same prompt, count and clock; a wrong contender gets no time."""
 
 import pytest
+import torch
 
 from benchmarks import baseline_latency, common, end_to_end, generate_latency
 

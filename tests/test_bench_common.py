@@ -93,13 +93,13 @@ def test_read_kernel_reads_every_element(device):
 
 
 def test_a_row_without_a_right_answer_carries_no_time():
-    results = common.Results("x", {})
+    results = common.Results("x", {}, "by hand")
     with pytest.raises(ValueError, match="INCORRECT"):
         results.add({"T": 1}, common.INCORRECT, timing=common.Timing([1.0], 1.0))
 
 
 def test_errors_become_oom_and_skipped_rows():
-    results = common.Results("x", {})
+    results = common.Results("x", {}, "by hand")
     assert results.add_error({}, torch.OutOfMemoryError("CUDA out of memory"))["status"] == common.OOM
     row = results.add_error({}, ValueError("needs a newer GPU\nmore"))
     assert (row["status"], row["reason"]) == (common.SKIPPED, "needs a newer GPU")
@@ -107,7 +107,7 @@ def test_errors_become_oom_and_skipped_rows():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it does write")
 def test_nothing_is_written_without_cuda(tmp_path, capsys):
-    results = common.Results("x", {})
+    results = common.Results("x", {}, "by hand")
     with pytest.raises(RuntimeError, match="CUDA"):
         results.write(tmp_path)
     assert common.finish(results, True, "all right", tmp_path)
@@ -116,7 +116,7 @@ def test_nothing_is_written_without_cuda(tmp_path, capsys):
 
 
 def test_result_file_round_trip(tmp_path):
-    results = common.Results("some_script", {"samples": 3})
+    results = common.Results("some_script", {"samples": 3}, "by hand")
     results.numbers["bandwidth_gb_per_s"] = 1234.56789
     results.add({"T": 128}, timing=common.Timing([0.1234567891, 0.2, 0.3], 9.0), gb_per_s=1.0)
     results.add({"T": 256}, common.SKIPPED, reason="too long")

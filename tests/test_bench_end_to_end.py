@@ -5,23 +5,25 @@ import torch
 
 from benchmarks import end_to_end
 from kv_cache.kv_layout import KVCache
+from model.accuracy import Accuracy
 from model.generate import make_decoder
 from model.load_model import load_model
 from model.phi3_decode import hf_generate
+from model.token_check import TokenCheck
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    return load_model("random:tiny", dtype=torch.float32, device="cpu")
+    return load_model("random:tiny", dtype=torch.float32)
 
 
 @pytest.fixture
-def prompt():
-    return torch.arange(3, 12)[None]
+def prompt(device):
+    return torch.arange(3, 12, device=device)[None]
 
 
 def make_cache(model):
-    return KVCache.from_config(model.config, 64, dtype=torch.float32, device="cpu")
+    return KVCache.from_config(model.config, 64, dtype=torch.float32, device=model.device)
 
 
 def test_first_token_and_the_others_are_timed_apart():
@@ -85,6 +87,23 @@ def test_run_must_agree_with_step(tiny, prompt, fault):
     found = end_to_end.check_decoder(tiny, prompt, *reference, cache, decoder=lambda: SelfFeeding(tiny, cache, fault))
     assert found.ok == (fault == 0)
     assert found.unexplained == ()
+
+
+@pytest.mark.parametrize(
+    ("relative", "largest", "unexplained", "ok"),
+    [
+        (1.9, 3.9, (), True),
+        (2.1, 1.0, (), False),
+        (1.0, 4.1, (), False),
+        (1.0, 1.0, (3,), False),
+        (float("nan"), 1.0, (), False),
+        (1.0, float("nan"), (), False),
+    ],
+)
+def test_gate(relative, largest, unexplained, ok):
+    accuracy = Accuracy(False, largest * 1e-3, 1e-3, relative * 1e-4, 1e-4)
+    found = TokenCheck(False, 8, None, unexplained, 1e-3, accuracy)
+    assert end_to_end.gate(found).ok == ok
 
 
 def test_a_captured_decoder_is_used_again_and_others_are_not(tiny, monkeypatch):

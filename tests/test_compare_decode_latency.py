@@ -63,14 +63,29 @@ def test_out_of_memory_is_a_row(monkeypatch, fake_gpu, small):
     assert [row["status"] for row in fake_gpu.rows("compare_decode_latency")] == [common.OOM]
 
 
-def test_gain_is_against_the_fastest_other():
-    def row(name, ms):
-        return {"case": {"contender": name}, "status": common.PASSED, "median_ms": ms, "gb_per_s": 50.0, "bytes": 10**6}
+def test_gain_is_against_the_fastest_other_and_an_impossible_rate_gains_nothing():
+    def row(name, ms, share=0.5):
+        case = {"contender": name}
+        return {
+            "case": case, "status": common.PASSED, "median_ms": ms, "gb_per_s": 100 * share, "share": share,
+            "bytes": 10**6,
+        }  # fmt: skip
 
-    rows = {
-        name: row(name, ms)
-        for name, ms in ((script.OURS, 0.02), (script.OURS_ON_DEVICE, 0.01), ("a", 0.03), ("b", 0.05))
-    }
+    rows = {row["case"]["contender"]: row for row in (row("a", 0.03), row("b", 0.05), row(script.OURS_ON_DEVICE, 0.01))}
+    rows[script.OURS] = row(script.OURS, 0.02)
     line, gain = script.table_line(128, rows, 100.0)
     assert gain == pytest.approx(1.5)
     assert line[:4] == (128, "10.0", "20.0", "10.0") and line[5:8] == ("50.0", "30.0", "a")
+    rows[script.OURS] = row(script.OURS, 0.02, share=1.2)
+    line, gain = script.table_line(128, rows, 100.0)
+    assert gain is None and line[5] == "120 (cache)" and line[-1] == "-"
+
+
+@pytest.mark.gpu
+def test_a_short_run_on_the_gpu(real_gpu):
+    assert real_gpu.run(script, "--lengths", "512", "--shapes", "1", "--samples", "3")
+    content = real_gpu.content("compare_decode_latency")
+    ours = [row for row in content["rows"] if script.is_ours(row["case"]["contender"])]
+    assert [row["status"] for row in ours] == [common.PASSED] * 2
+    assert all(0 < row["share"] <= common.IMPOSSIBLE_SHARE for row in ours)
+    assert content["environment"]["driver"] != "unknown"

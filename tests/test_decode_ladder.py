@@ -99,3 +99,12 @@ def test_what_the_rungs_bought_adds_up_over_gaps():
     rows = [row("0", 30.0), row("0s", 5.0), row("1", 25.0), row("2", None), row("3", 26.0), row("4", 2.0)]
     script.add_bought(rows)
     assert [r.get("bought_ms") for r in rows] == [0.0, 25.0, 5.0, None, -1.0, 24.0]
+
+
+@pytest.mark.gpu
+def test_a_tiny_ladder_on_the_gpu(real_gpu):
+    assert real_gpu.run(script, *SMALL, "--rungs", "0,2,3,4")
+    rows = real_gpu.rows("decode_ladder")
+    assert [row["status"] for row in rows] == [common.PASSED] * 4
+    assert all(0 < row["gpu_busy_ms"] < row["median_ms"] for row in rows)
+    assert rows[-1]["launches_per_token"] < rows[0]["launches_per_token"]

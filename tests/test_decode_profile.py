@@ -18,12 +18,12 @@ SMALL = ("--steps", "2", "--runs", "2", "--prompt-tokens", "9", "--model-path", 
 
 @pytest.fixture(scope="module")
 def tiny():
-    return load_model("random:tiny", dtype=torch.float32, device="cpu")
+    return load_model("random:tiny", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("path", ["hf", "cat", "prealloc"])
 def test_every_stage_of_every_layer_has_a_range(tiny, path, tmp_path):
-    decoder, token = script.start(path, tiny, torch.arange(3, 12)[None], 4)
+    decoder, token = script.start(path, tiny, torch.arange(3, 12, device=tiny.device)[None], 4)
     with script.named_ranges(tiny):
         kept = tmp_path / "x.pt.trace.json.gz"
         events = trace_events(functools.partial(end_to_end.decode_steps, decoder, token, 2), ranges=True, path=kept)
@@ -42,7 +42,7 @@ def test_every_stage_of_every_layer_has_a_range(tiny, path, tmp_path):
 def test_ranges_are_gone_afterwards(tiny):
     with script.named_ranges(tiny):
         pass
-    decoder, token = script.start("prealloc", tiny, torch.arange(3, 12)[None], 4)
+    decoder, token = script.start("prealloc", tiny, torch.arange(3, 12, device=tiny.device)[None], 4)
     events = trace_events(functools.partial(end_to_end.decode_steps, decoder, token, 1), ranges=True)
     names = {e["name"].rsplit(": ", 1)[-1] for e in events if e.get("cat") == "user_annotation"}
     assert not names & STAGES.keys()
@@ -85,3 +85,16 @@ def test_a_wrong_path_gets_no_profile(monkeypatch, fake_gpu):
     assert not fake_gpu.run(script, *SMALL, "--path", "prealloc")
     (row,) = fake_gpu.rows("decode_profile")
     assert row["status"] == common.INCORRECT and "groups_ms" not in row
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_is_few_launches_and_many_kernels(real_gpu):
+    assert real_gpu.run(script, *SMALL, "--path", "hf", "graph")
+    hf, graph = real_gpu.rows("decode_profile")
+    for row in (hf, graph):
+        assert row["status"] == common.PASSED
+        assert 0 < row["gpu_busy_ms"] == pytest.approx(sum(row["groups_ms"].values()), rel=1e-4)
+        for group in ("attention", "QKV and O projections", "MLP", "LM head"):
+            assert row["groups_ms"][group] > 0
+    assert hf["launches_per_token"] >= hf["kernels_per_token"] * 0.9
+    assert graph["launches_per_token"] < 0.3 * graph["kernels_per_token"]

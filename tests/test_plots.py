@@ -24,9 +24,9 @@ def size_of(picture):
 
 def write_all(folder):
     write_ladder(folder, {"0": 30.0, "0s": 6.0, "1": 20.0, "2": None, "3": 21.0})
-    decode = common.Results("compare_decode_latency", {})
+    decode = common.Results("compare_decode_latency", {}, "by hand")
     decode.numbers["bandwidth_gb_per_s"] = 1000.0
-    prefill = common.Results("prefill_vs_sdpa", {})
+    prefill = common.Results("prefill_vs_sdpa", {}, "by hand")
     for contender in ("triton", "sdpa cudnn", "sdpa cudnn gqa"):
         for length in (128, 1024):
             decode.add(
@@ -37,7 +37,7 @@ def write_all(folder):
                 prefill.add(case, timing=timing(1.0), tflop_per_s=100.0)
     decode.write_as(GPU, folder)
     prefill.write_as(GPU, folder)
-    profile = common.Results("decode_profile", {"model_path": "random:tiny"})
+    profile = common.Results("decode_profile", {"model_path": "random:tiny"}, "by hand")
     groups = dict.fromkeys(GROUPS, 1.0)
     profile.add({"path": "hf", "context": 128}, timing=timing(30.0), gpu_busy_ms=8.0, groups_ms=groups)
     profile.write_as(GPU, folder)

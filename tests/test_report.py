@@ -1,11 +1,9 @@
-"""Report and comparison round trips: the README can say only what the result files say."""
-
-import copy
+"""The report's round trip: the README can say only what the result files say."""
 
 import pytest
 
 import cli
-from benchmarks import common, compare_results, report
+from benchmarks import common, report
 from profiling.digest import GROUPS
 from tests.result_files import GPU, pretend_gpu, timing, write_ladder
 
@@ -22,7 +20,7 @@ def readme(tmp_path):
     path = tmp_path / "README.md"
     path.write_text(
         "# Title\n\n<!-- results:headline -->\nstale\n<!-- /results:headline -->\n\nprose stays\n\n"
-        "<!-- results:ladder -->\n<!-- /results:ladder -->\n"
+        "<!-- results:decode_ladder -->\n<!-- /results:decode_ladder -->\n"
     )
     return path
 
@@ -57,6 +55,16 @@ def test_check_notices_a_figure_changed_by_hand(monkeypatch, tmp_path, readme):
     assert not run(monkeypatch, *flags, "--check")
 
 
+def test_lessons_are_the_ladders_own_differences(tmp_path):
+    write_ladder(tmp_path, {"0": 30.0, "0s": 6.0, "1": 20.0, "2": None, "3": 22.0, "4": 5.0})
+    lines = report.build("lessons", tmp_path, tmp_path).splitlines()
+    assert "30.00 ms per token, of which the GPU works 1.00 ms and waits 29.00 ms" in lines[0]
+    assert "Rung 1, own loop, torch.cat cache: -10.00 ms (40 %" in lines[1]
+    assert "Rung 3, Triton decode attention: +2.00 ms (-8 %" in lines[2]
+    assert "Rung 4, CUDA graph: -17.00 ms (68 %" in lines[3]
+    assert "5.00 ms against a floor of 1.50 ms (30 %)" in lines[4]
+
+
 def test_a_missing_result_file_says_how_to_get_it(monkeypatch, tmp_path, readme):
     assert run(monkeypatch, "--readme", readme, "--results-dir", tmp_path / "none")
     assert readme.read_text().count("Not measured yet: `python benchmarks/decode_ladder.py`") == 2
@@ -65,8 +73,8 @@ def test_a_missing_result_file_says_how_to_get_it(monkeypatch, tmp_path, readme)
 @pytest.mark.parametrize(
     "text",
     [
-        "<!-- results:ladder -->\n",
-        "<!-- results:ladder -->\n<!-- /results:headline -->\n",
+        "<!-- results:decode_ladder -->\n",
+        "<!-- results:decode_ladder -->\n<!-- /results:headline -->\n",
         "<!-- results:nonsense -->\n<!-- /results:nonsense -->\n",
     ],
 )
@@ -98,62 +106,23 @@ def test_tables_of_a_measured_set(monkeypatch, fake_gpu, tmp_path):
     assert fake_gpu.run(compare_decode_latency, "--lengths", "20,33", "--shapes", "0,1")
     assert fake_gpu.run(prefill_vs_sdpa, "--lengths", "17", "--shapes", "0")
     assert fake_gpu.run(decode_vs_eager, "--lengths", "20")
-    for name, script in (
-        ("decode-attention", "compare_decode_latency"), ("prefill", "prefill_vs_sdpa"),
-        ("decode-vs-eager", "decode_vs_eager"),
+    for name in (
+        "compare_decode_latency", "prefill_vs_sdpa", "decode_vs_eager",
     ):  # fmt: skip
         text = report.build(name, fake_gpu.folder, fake_gpu.folder)
-        (ours, *_) = (row for row in fake_gpu.rows(script) if row["case"]["contender"] == "triton")
-        factor, digits = (1, 3) if name == "prefill" else (1e3, 1)
+        (ours, *_) = (row for row in fake_gpu.rows(name) if row["case"]["contender"] == "triton")
+        factor, digits = (1, 3) if name == "prefill_vs_sdpa" else (1e3, 1)
         assert f"{factor * ours['median_ms']:.{digits}f}" in text
 
 
 def test_profile_table_adds_up_and_carries_the_verdict(tmp_path):
-    results = common.Results("decode_profile", {})
+    results = common.Results("decode_profile", {}, "by hand")
     groups = dict(zip(GROUPS, range(1, 9), strict=True))
     results.add(
         {"path": "hf", "context": 128}, timing=timing(72.0), gpu_busy_ms=36.0, gpu_idle_ms=36.0,
         kernels_per_token=9.0, launches_per_token=9.0, groups_ms=groups, verdict="launch-bound", verdict_text="waits",
     )  # fmt: skip
     results.write_as(GPU, tmp_path)
-    text = report.build("profile", tmp_path, tmp_path)
+    text = report.build("decode_profile", tmp_path, tmp_path)
     assert "| attention | 1.000 (3 %) |" in text and "| **GPU busy** | 36.000 |" in text
     assert "- hf: **launch-bound**. waits." in text
-
-
-# --- compare_results.py ----------------------------------------------------------------------------------------------
-
-
-def compare(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["compare_results", *map(str, arguments)])
-    return compare_results.main()
-
-
-def test_compare_passes_within_the_limit_and_fails_past_it(monkeypatch, tmp_path, capsys):
-    before = write_ladder(tmp_path / "a", {"0": 30.0, "1": 20.0})
-    after = write_ladder(tmp_path / "b", {"0": 30.9, "1": 19.0})
-    assert compare(monkeypatch, before, after)
-    assert not compare(monkeypatch, before, after, "--limit", 1.02)
-    output = capsys.readouterr().out
-    assert "1.030" in output and "0.950" in output
-    assert compare(monkeypatch, before.parent, after.parent)
-
-
-def test_a_row_that_no_longer_passes_is_a_regression(monkeypatch, tmp_path, capsys):
-    before = write_ladder(tmp_path / "a", {"0": 30.0, "1": 20.0})
-    assert not compare(monkeypatch, before, write_ladder(tmp_path / "b", {"0": 30.0, "1": None}))
-    assert "SKIPPED (no such GPU | here)" in capsys.readouterr().out
-    assert compare(monkeypatch, tmp_path / "b/fake-gpu-9000", before.parent)  # a new row is none
-
-
-def test_different_scripts_cannot_be_compared(tmp_path):
-    one = common.load_results(write_ladder(tmp_path, {"0": 30.0}))
-    other = copy.deepcopy(one) | {"script": "other"}
-    with pytest.raises(cli.UsageError, match="other"):
-        compare_results.compare(one, other, 1.05)
-
-
-def test_compare_wants_two_files_or_two_folders(monkeypatch, tmp_path):
-    path = write_ladder(tmp_path, {"0": 30.0})
-    with pytest.raises(cli.UsageError, match="two files or two folders"):
-        compare(monkeypatch, path, tmp_path)
