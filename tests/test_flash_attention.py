@@ -443,7 +443,7 @@ AOT_SCRIPT = """
             for kernel in compiled:
                 case = (capability, D, dtype, *kernel[:5])
                 assert kernel.shared_memory <= SHARED_MEMORY[capability], case
-                # Local memory is allowed without tensor cores (float32, and all that Triton makes of sm_75, where no tile
+                # Local memory is allowed without tensor cores (float32, and all Triton code for sm_75, where no tile
                 # at all fits the registers at head_dim above 128), and where rows that are no multiple of 16 elements
                 # make every element a load of its own.
                 plain = dtype == "float32" or capability == (7, 5)
