@@ -117,7 +117,7 @@ _TILES = {
     # Compute capability 8.0 and newer, pointers: 99 KB of shared memory on sm_86, sm_89 and sm_120.
     "mma": {
         "forward": (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(64, 32, 8, 2)),
-        "dq": (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 4, 2)),
+        "dq": (Tiles(128, 32, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 4, 2)),
         "dk_dv": (Tiles(32, 128, 8, 2), Tiles(32, 64, 8, 2), Tiles(32, 32, 8, 2)),
     },
     # No tensor cores: float32 in full precision, and everything on sm_75 (64 KB), where Triton emits none.
