@@ -402,7 +402,7 @@ def test_compiles_as_one_graph(device):
 
 # --- Launch choices and code generation ------------------------------------------------------------------------------
 
-CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]
 
 
 def test_tiles_are_a_pure_function():
