@@ -21,7 +21,7 @@ import torch
 
 import cli
 from kv_cache.kv_layout import KVCache
-from model.generate import PATHS, generate, greedy
+from model.generate import PATHS, generate, greedy, make_decoder
 from model.load_model import HF_APPLIES_WINDOW, load_model, load_tokenizer
 from model.phi3_decode import hf_generate
 from model.sampling import make_sampler
@@ -62,8 +62,13 @@ def stream_generation(model, tokenizer, input_ids, args, kv_cache, sampler):
         streamer.put(ids)
 
     choose = sampler if args.path in ("graph", "fused") else record
+    decoder = make_decoder(args.path, model, kv_cache)
+    if input_ids.is_cuda:
+        # Kernels compile and graphs are captured here, outside the clock.
+        generate(model, input_ids, min(3, args.new_tokens), kv_cache=kv_cache, decoder=decoder, sampler=sampler)
+        kv_cache.reset()
     ids = generate(
-        model, input_ids, args.new_tokens, path=args.path, kv_cache=kv_cache, on_token=on_token, sampler=choose
+        model, input_ids, args.new_tokens, kv_cache=kv_cache, decoder=decoder, on_token=on_token, sampler=choose
     )
     streamer.end()
     # The first token comes from the prefill; the steps are what lies between the others.
