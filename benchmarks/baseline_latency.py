@@ -61,8 +61,12 @@ def measure_cache(model, input_ids, cache, args, floor, results):
 def check_tiny(model, args):
     """Without a GPU: do both caches give the same tokens? -> whether they do."""
     input_ids = common.random_prompt(model.config.vocab_size, 12, args.seed, model.device)
-    found = check_static(model, input_ids, 8)
-    cli.table(("cache", "tokens"), [(name, f"{found.tokens} tokens") for name in CACHES.values()])
+    try:
+        found = check_static(model, input_ids, 8)
+    except ValueError as error:
+        print(f"{common.SKIPPED}: {CACHES['static']}: {error}")  # this transformers has no static cache for Phi-3
+        return True
+    print(f"{CACHES['dynamic']} against {CACHES['static']} (compiled on a GPU only): {found}\n")
     return found.ok
 
 
@@ -74,7 +78,7 @@ def main():
     device, dtype = common.resolve(args)
     model = load_model(args.model_path, dtype=dtype, device=device)
     if not torch.cuda.is_available():
-        return common.finish(None, check_tiny(model, args), "both caches give the same tokens")
+        return common.finish(None, check_tiny(model, args), "the caches that run here give the same tokens")
 
     bandwidth = common.read_bandwidth_gb_per_s()
     floor = common.print_floor(model.config, args.prompt_tokens + args.new_tokens // 2, dtype, bandwidth)

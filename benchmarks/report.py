@@ -287,7 +287,8 @@ def build(name, root, base):
             parts.append(f"![{script} on {source.parent.name}]({os.path.relpath(picture, base).replace(os.sep, '/')})")
         parts += [make(content), caption(content)]
     folder = "profiling" if script == "decode_profile" else "benchmarks"
-    return "\n\n".join(parts) or f"*Not measured yet: `python {folder}/{script}.py` on a GPU, then `make report`.*"
+    where = "" if script == "kernel_resources" else " on a GPU"
+    return "\n\n".join(parts) or f"*Not measured yet: `python {folder}/{script}.py`{where}, then `make report`.*"
 
 
 def render(text, root, base):

@@ -7,6 +7,7 @@ less (the other benchmarks measure it; where a GPU is present its measured row i
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -17,7 +18,7 @@ from benchmarks import common, counts
 
 # isort: split
 import cli
-from model.load_model import load_config
+from model.load_model import PRESETS, load_config
 
 
 class Gpu(NamedTuple):
@@ -71,9 +72,17 @@ def floor(gpu, model, model_config, contexts, itemsize=2):
     return Floor(gpu, model.removeprefix("random:"), weights, needed, fits, floors_ms)
 
 
+def shape_of(model):
+    """The config of a checkpoint; of a preset its sizes alone, which need no transformers that can run it."""
+    preset = PRESETS.get(model.removeprefix("random:"))
+    if not model.startswith("random:") or preset is None:
+        return load_config(model)
+    return SimpleNamespace(**{"tie_word_embeddings": False, **preset})
+
+
 def floors(gpus=GPUS, models=MODELS, contexts=CONTEXTS, itemsize=2):
     """Floor of every model on every GPU."""
-    configs = {model: load_config(model) for model in models}
+    configs = {model: shape_of(model) for model in models}
     return [floor(gpu, model, configs[model], contexts, itemsize) for model in models for gpu in gpus]
 
 

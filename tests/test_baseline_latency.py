@@ -24,7 +24,10 @@ def test_steps_5_and_6_measure_the_same_work(fake_gpu):
     assert fake_gpu.run(baseline_latency, *SMALL)
     assert fake_gpu.run(generate_latency, *SMALL, "--paths", "prealloc", "graph")
     rows = fake_gpu.rows("baseline_latency") + fake_gpu.rows("generate_latency")
-    *measured, graph = rows
+    dynamic, static, prealloc, graph = rows
+    measured = [dynamic, prealloc]
+    if not (static["status"] == common.SKIPPED and "static" in static["reason"].lower()):  # transformers 4.44 has none
+        measured.append(static)
     for row in measured:
         assert row["status"] == common.PASSED
         assert (row["case"]["prompt"], row["case"]["new_tokens"]) == (9, 4)

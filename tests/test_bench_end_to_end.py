@@ -55,7 +55,11 @@ def test_hf_and_ours_count_the_same_tokens(tiny, prompt):
 
 def test_static_cache_baseline_gives_the_same_tokens(tiny, prompt):
     reference = hf_generate(tiny, prompt, 4)
-    assert end_to_end.check_until_parting(tiny, prompt, *reference, *hf_generate(tiny, prompt, 4, cache="static")).ok
+    try:
+        static = hf_generate(tiny, prompt, 4, cache="static")
+    except ValueError as error:
+        pytest.skip(f"this transformers: {error}")
+    assert end_to_end.check_until_parting(tiny, prompt, *reference, *static).ok
 
 
 def test_check_until_parting_sees_a_difference_that_no_tie_explains(tiny, prompt):

@@ -34,7 +34,9 @@ def test_every_stage_of_every_layer_has_a_range(tiny, path, tmp_path):
         assert names.count(f"layer {layer}: norm") == 4
     assert names.count("lm_head") == 2
     assert names.count("decode step 0") == names.count("decode step 1") == 1
-    expected = {"attention", "rope"} | (set() if path == "cat" else {"cache"})
+    expected = {"rope"} | (set() if path == "cat" else {"cache"})
+    if path != "hf" or tiny.config._attn_implementation == "sdpa":  # old transformers have only eager for Phi-3
+        expected.add("attention")
     assert expected <= set(names)
     assert len(read_trace(kept)) == len(events)
 

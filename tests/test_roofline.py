@@ -38,6 +38,14 @@ def test_lines_mark_what_does_not_fit():
     assert line[5].startswith("(") and line[-1] == "does not fit"
 
 
+def test_a_checkpoints_own_config_is_read():
+    assert roofline.shape_of("random:phi-3-mini-4k").hidden_size == 3072
+    with pytest.raises(ValueError, match="nowhere"):
+        roofline.shape_of("checkpoints/nowhere")
+    with pytest.raises(ValueError, match="no preset"):
+        roofline.shape_of("random:nonsense")
+
+
 def test_every_gpu_names_its_source_and_bandwidths_ascend():
     assert all(gpu.source for gpu in GPUS)
     bandwidths = [gpu.bandwidth_gb_per_s for gpu in GPUS]
