@@ -31,24 +31,22 @@ class Accuracy(NamedTuple):
         )
 
 
-def judge(out, reference, native, *, factor=1.5, max_factor=None, computed_in=None):
+def judge(out, reference, native, *, factor=1.5, computed_in=None):
     """Accuracy of ``out``; ok when both errors are at most ``factor`` times the native ones, and all is finite.
 
     reference: float64; native: the same quantity by an ordinary PyTorch program in out's dtype. A fraction of the
-    dtype's rounding step is granted on top, since a native program can be exact by luck. max_factor: another factor for
-    the largest error, which scatters more than the norm. computed_in: the dtype that both programs computed in, where
-    ``out`` was widened since.
+    dtype's rounding step is granted on top, since a native program can be exact by luck. computed_in: the dtype that
+    both programs computed in, where ``out`` was widened since.
     """
     out64, native64, reference = out.double(), native.double(), reference.double()
     eps = torch.finfo(computed_in or out.dtype).eps
     if INTERPRETED and out.dtype == torch.bfloat16:
         factor *= INTERPRETED_BFLOAT16_SLACK
-    max_factor = max_factor or factor
     peak, norm = float(reference.abs().max()), float(reference.norm())
     max_error, native_max = (float((x - reference).abs().max()) for x in (out64, native64))
     error, native_error = (float((x - reference).norm()) for x in (out64, native64))
     # Written so that NaN fails.
-    ok = max_error <= max_factor * native_max + eps / 4 * peak and error <= factor * native_error + eps / 16 * norm
+    ok = max_error <= factor * native_max + eps / 4 * peak and error <= factor * native_error + eps / 16 * norm
     ok = ok and out.dtype == native.dtype and bool(torch.isfinite(out).all())
     relative = norm if norm > 0 else 1.0
     return Accuracy(ok, max_error, native_max, error / relative, native_error / relative)

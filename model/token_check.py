@@ -119,7 +119,8 @@ def check_tokens(model, input_ids, reference_ids, reference_logits, logits):
 
     ids = torch.cat((input_ids, reference_ids[:, :-1]), dim=1)
     wide = wide_logits(model, ids, reference_ids.shape[1])
-    accuracy = judge(logits, wide, reference_logits, max_factor=2.0, computed_in=dtype)
+    # Two correct programs' errors through a whole model scatter more than one kernel's: twice, not 1.5 times.
+    accuracy = judge(logits, wide, reference_logits, factor=2.0, computed_in=dtype)
     return TokenCheck(
         ok=not unexplained and accuracy.ok,
         tokens=reference_ids.shape[1],
