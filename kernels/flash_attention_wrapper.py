@@ -110,8 +110,8 @@ class Tiles(NamedTuple):
 # "wgmma": NVIDIA H200, 2026-11-29, Triton 3.6.0, fp16, B=2, S=4096, 32/8 heads, TFLOP/s causal/full, best of 3 to 10
 # configurations a kernel. At D=128 one warpgroup with 64 x 64 tiles beats two with 128 x 128: forward 482/458 against
 # 422/450, dk/dv 529/493 against 427/400 (two blocks per multiprocessor: one multiplies while the other takes
-# exponentials); dq 584/619 with three stages against 502/523 with two. At D=64: 383/432, 571/550 and 358/348 (128 x 64 tiles reach
-# 394/390 for dk/dv, and spill under Triton 3.7.1).
+# exponentials); dq 584/619 with three stages against 502/523 with two. At D=64: 383/432, 571/550 and 358/348 (128 x 64
+# tiles reach 394/390 for dk/dv, and spill under Triton 3.7.1).
 _HEAD_DIMS = (64, 128, 256)
 _TILES = {
     # sm_90 with tensor descriptors: asynchronous products of operands in shared memory (227 KB).
