@@ -225,7 +225,6 @@ def _rope_attention_kernel(
     BLOCK_T: tl.constexpr,
     PREFETCH_LINES: tl.constexpr,
     EARLY: tl.constexpr,
-    IDLE_WAITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program = (query head, split): RoPE, attention over its share of the past, and the new token in the last.
@@ -250,8 +249,6 @@ def _rope_attention_kernel(
         line = (split * HQ + head) * PREFETCH_LINES + tl.arange(0, PREFETCH_LINES)
         _prefetch_lines(next_ptr, line, next_pair_stride, next_half_stride, line >= 0)
     if split >= active:
-        if IDLE_WAITS:
-            _wait_for_previous(PDL)
         return
 
     start = first + split * chunk
@@ -362,21 +359,22 @@ def _greedy_kernel(
     step's embedding keeps it that way.
     """
     _launch_next(PDL)
+    position = tl.load(lengths_ptr)  # the token before wrote it
     _wait_for_previous(PDL)
     offs_v = tl.arange(0, BLOCK_V)
     best = tl.full([BLOCK_V], float("-inf"), dtype=tl.float32)
     best_index = offs_v
     for start in range(0, V, BLOCK_V):
         logits = tl.load(logits_ptr + start + offs_v, mask=start + offs_v < V, other=float("-inf")).to(tl.float32)
-        # NaN becomes the largest value at index -1, which no later value replaces and which wins the final minimum.
-        is_nan = logits != logits
-        # Strictly greater: among equals the earlier index stays.
-        better = (logits > best) | is_nan
-        best = tl.where(better, tl.where(is_nan, float("inf"), logits), best)
-        best_index = tl.where(better, tl.where(is_nan, -1, start + offs_v), best_index)
+        # Strictly greater: among equals the earlier index stays. Nothing is greater than NaN, so that stays, too.
+        better = (logits > best) | (logits != logits)
+        best = tl.where(better, logits, best)
+        best_index = tl.where(better, start + offs_v, best_index)
+    is_nan = best != best
+    best = tl.where(is_nan, float("inf"), best)
+    best_index = tl.where(is_nan, -1, best_index)
     index = tl.min(tl.where(best == tl.max(best, axis=0), best_index, V), axis=0)
     index = tl.where(index < 0, V, index).to(tl.int64)
-    position = tl.load(lengths_ptr)
     tl.store(token_ptr, index)
     tl.store(history_ptr + position, index)
     tl.store(lengths_ptr, position + 1)

@@ -72,13 +72,18 @@ def _pow2_floor(n):
 def matvec_config(n, k, itemsize, *, gated=False):
     """MatvecConfig for a weight [n, k] (gated: two rows per output).
 
-    A thread holds about 192 bytes of weights, 48 registers: with x, gain and the sums it stays under 96 registers, so
-    five blocks of 128 threads share a multiprocessor, and none spills (compiled for sm_80, sm_89 and sm_90).
+    A thread holds 192 bytes of plain weights, 48 registers, and 96 to 128 of gated or long rows, where x and gain take
+    more of its registers: none spills, and 84 to 144 KB per multiprocessor are under way. The sizes are the fastest of
+    a search on one H200 over the whole step of Phi-3-mini (rows, block_k and warps per projection).
     """
     row_bytes = k * itemsize * (2 if gated else 1)
-    num_warps = 4 if row_bytes <= 128 * 256 else 8
-    rows = max(1, min(32, _pow2_floor(max(1, num_warps * 32 * 256 // row_bytes)), triton.next_power_of_2(n)))
-    block_k = min(triton.next_power_of_2(k), num_warps * 32 * 16 // itemsize)
+    long_rows = row_bytes >= 128 * 128
+    small = not gated and n * row_bytes <= 20 << 20
+    num_warps = 8 if long_rows or small else 4
+    thread_bytes = 128 if gated or long_rows else 192
+    rows = _pow2_floor(max(1, num_warps * 32 * thread_bytes // row_bytes))
+    rows = min(rows, 32, triton.next_power_of_2(n))
+    block_k = min(triton.next_power_of_2(k), (1024 if small else num_warps * 256) * 2 // itemsize)
     return MatvecConfig(rows, block_k, num_warps)
 
 
@@ -126,12 +131,14 @@ def _launch_options(pdl, **options):
 
 def matvec(
     x, weight, out, *, gain=None, eps=0.0, gated=False, residual=False, pdl=False, config=None, prefetch=None,
-    early=True,
+    early=False,
 ):  # fmt: skip
     """out = W x for one vector; with ``gain`` of rmsnorm(x) * gain; returns ``out``.
 
     x: [K]. weight: [N, K]; with ``gated`` [2 N, K], and out = silu(W[:N] x) * (W[N:] x). out: [N]; with ``residual``
     out += W x. Sums in float32, one rounding at the end. All of one dtype (float16, bfloat16, float32), contiguous.
+    With pdl, ``early`` lets the next kernel's programs start beside this one's, which pays where all of these are
+    resident at once, instead of when the last of these has its input.
     """
     K, N = x.shape[0], out.shape[0]
     tensors = {
@@ -157,7 +164,7 @@ def matvec(
 
 def rope_attention(
     qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, window=None, scale=None, pdl=False, prefetch=None,
-    early=True, idle_waits=True,
+    early=True,
 ):  # fmt: skip
     """Attention of one new token over its cache, RoPE and the cache's new row included; returns ``out``.
 
@@ -199,7 +206,7 @@ def rope_attention(
         prefetch.weight, *prefetch.strides(), T_max if window is None else window, D**-0.5 if scale is None else scale,
         k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         HQ=Hq, HKV=Hkv, D=D, D_PAD=triton.next_power_of_2(D), ROTARY=2 * half, SPLITS=splits, BLOCK_T=block_t,
-        PREFETCH_LINES=prefetch.lines, EARLY=early, IDLE_WAITS=idle_waits, PDL=pdl,
+        PREFETCH_LINES=prefetch.lines, EARLY=early, PDL=pdl,
         **_launch_options(pdl, num_warps=num_warps, num_stages=1),
     )  # fmt: skip
     return out

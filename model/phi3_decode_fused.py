@@ -62,7 +62,7 @@ class FusedDecoder(CapturedDecoder):
                 self.qkv, self.cos, self.sin, lengths, self.kv_cache.k[index, 0], self.kv_cache.v[index, 0],
                 self.attended, self.workspace, window=self.window, pdl=pdl,
             )  # fmt: skip
-            matvec(self.attended, attention.o_proj.weight, hidden, residual=True, pdl=pdl)
+            matvec(self.attended, attention.o_proj.weight, hidden, residual=True, pdl=pdl, early=True)
             self._normed(layer.post_attention_layernorm, mlp.gate_up_proj.weight, self.activated, gated=True)
             matvec(self.activated, mlp.down_proj.weight, hidden, residual=True, pdl=pdl)
         self._normed(model.norm, self.model.lm_head.weight, self.logits[0])

@@ -266,8 +266,8 @@ def test_matvec_config_fits_registers(n, k, gated, itemsize):
     per_thread = config.rows * (2 if gated else 1) * k * itemsize / (32 * config.num_warps)
     assert per_thread <= 384 or config.rows == 1
     assert config.rows & (config.rows - 1) == 0 and config.block_k & (config.block_k - 1) == 0
-    # Whole 16-byte loads by every thread, wherever a row is that long.
-    assert config.block_k * itemsize >= min(16 * 32 * config.num_warps, k * itemsize)
+    # Whole 16-byte loads by every thread, wherever the program's rows are that long.
+    assert config.rows * config.block_k * itemsize >= min(16 * 32 * config.num_warps, k * itemsize)
 
 
 def test_attention_config_covers_the_device_and_the_length():
@@ -316,7 +316,7 @@ def test_code_generation(capability):
         assert ("W" in loads) == (capability == "9.0"), f"{name}: {loads}"
         if name == "_matvec_kernel":
             ahead = loads.split("W")[0]
-            assert int(streaming) >= 12 and ahead.startswith("v" * int(streaming)), f"{name}: {loads}"
+            assert int(streaming) >= 6 and ahead.startswith("v" * int(streaming)), f"{name}: {loads}"
 
 
 @pytest.mark.gpu
