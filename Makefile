@@ -35,7 +35,7 @@ help:
 	@echo "make test-gpu  the whole suite on the GPU"
 	@echo "make bench     steps 4 to 7 and the other benchmarks, in the README's order; writes results/"
 	@echo "make report    the README's tables and plots from results/"
-	@echo "make lint      ruff"
+	@echo "make lint      ruff, and whether the README's tables agree with results/"
 	@echo "make compat    the CPU suite under transformers 4.44 to the newest"
 	@echo "make clean     remove environments and caches (checkpoints/ and results/ stay)"
 
@@ -81,6 +81,7 @@ report: $(READY)
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) benchmarks/report.py --check
 
 compat: setup
 	$(RUN) tests/compat.py $(ARGS)

@@ -5,7 +5,7 @@ import torch
 
 from kv_cache.kv_layout import KVCache
 from model.generate import generate, make_decoder
-from model.load_model import HF_APPLIES_WINDOW
+from model.load_model import HF_APPLIES_WINDOW, PARTIAL_ROTARY_SINCE, VERSION
 from model.phi3_decode import hf_generate
 from model.phi3_decode_fused import FusedDecoder
 from model.phi3_prefill import prefill
@@ -36,6 +36,8 @@ def poisoned_cache(model, length):
 
 @pytest.mark.parametrize("shape", FAMILY)
 def test_tokens_equal_hugging_faces(shape, device):
+    if shape == "partial-rotary" and VERSION < PARTIAL_ROTARY_SINCE:
+        pytest.skip("this transformers rotates every dimension whatever the config says; load_model refuses it there")
     model = tiny_model(device=device, **(SMALL | FAMILY[shape]))
     ids = prompt(13).to(device)
     expected, expected_logits = hf_generate(model, ids, 5)
