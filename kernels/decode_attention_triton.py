@@ -127,7 +127,7 @@ def _decode_attention_kernel(
 def _load_columns(
     row_ptrs, mask_row, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, FROM_L2: tl.constexpr = False
 ):
-    """Columns COLUMN .. COLUMN + WIDTH of the rows, as one more dimension; 0 where a row is masked and past column D."""
+    """Columns COLUMN .. COLUMN + WIDTH of the rows as one more dimension; 0 where a row is masked and past column D."""
     columns = COLUMN + tl.arange(0, WIDTH)
     ptrs = tl.expand_dims(row_ptrs, -1) + columns
     mask = tl.expand_dims(mask_row, -1) & (columns < D)
@@ -428,6 +428,9 @@ def _decode_attention_split_kernel(
     A share may begin inside one item, cover others whole and end inside a third. A whole item is written at once. Of an
     item in pieces each program stores its partial softmax state, and the one that arrives last merges them. The grid is
     any number of programs: shares follow from the lengths, at run time, so one captured launch serves a growing cache.
+
+    With SPLITS_PER_ITEM the grid is (splits, items) and a program has one piece. Sequences of one length need no more,
+    and the first keys are asked for much sooner: what a loop over pieces does not change is computed in front of it.
     """
     GROUP: tl.constexpr = Hq // Hkv
     HEAD_BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS

@@ -17,7 +17,8 @@ NO_WINDOW = 2**31 - 1
 
 class DecodeLaunch(NamedTuple):
     """Launch choices. rows: query heads of one program; block_t: key positions per tile; programs_per_sm: programs of
-    the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program.
+    the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program; prefetch: tiles
+    that a program asks the L2 for before it waits for q.
     """
 
     rows: int
@@ -222,7 +223,7 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
             workspace = _workspace(q.device, slot_rows * (D + 2), B * Hkv * head_blocks)
             stats, partial = workspace.partial, workspace.partial[2 * slot_rows :]
             d_lo, d_hi = split_head_dim(D)
-            # Sequences of one length need no balancing: the same splits for every item, as long as these use all programs.
+            # Sequences of one length need no balancing: every item gets the same number of splits.
             items = B * Hkv * head_blocks
             whole_splits = num_programs % items == 0 and items < 2**16 and (B == 1 or not per_sequence)
             grid = (num_programs // items, items) if whole_splits else (num_programs,)
@@ -235,8 +236,8 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
                 # Partials merged at a time: at most 64 accumulator values per thread.
                 BLOCK_S=max(1, min(64, 64 * 32 * choice.num_warps // (block_r * d_pad))),
                 # A product takes at least 16 keys per warp.
-                WARPS=max(1, min(choice.num_warps, choice.block_t // 16)), MIN_TILES=choice.min_tiles, PREFETCH=choice.prefetch,
-                SPLITS_PER_ITEM=whole_splits,
+                WARPS=max(1, min(choice.num_warps, choice.block_t // 16)),
+                MIN_TILES=choice.min_tiles, PREFETCH=choice.prefetch, SPLITS_PER_ITEM=whole_splits,
                 B_PAD=triton.next_power_of_2(B), **shared,
             )  # fmt: skip
     return out
