@@ -124,11 +124,26 @@ def _decode_attention_kernel(
 
 
 @triton.jit
-def _load_columns(row_ptrs, mask_row, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """[N, WIDTH]: columns COLUMN .. COLUMN + WIDTH of N rows; 0 where a row is masked and past column D."""
+def _load_columns(
+    row_ptrs, mask_row, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, FROM_L2: tl.constexpr = False
+):
+    """Columns COLUMN .. COLUMN + WIDTH of the rows as one more dimension; 0 where a row is masked and past column D."""
     columns = COLUMN + tl.arange(0, WIDTH)
-    mask = mask_row[:, None] & (columns < D)[None, :]
-    return tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
+    ptrs = tl.expand_dims(row_ptrs, -1) + columns
+    mask = tl.expand_dims(mask_row, -1) & (columns < D)
+    return tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg" if FROM_L2 else "")
+
+
+@triton.jit
+def _prefetch(rows, BYTES: tl.constexpr):
+    """Ask the L2 for the first BYTES of each row (64 at a time); nothing waits for it."""
+    STEPS: tl.constexpr = triton.next_power_of_2((BYTES + 63) // 64)
+    if not INTERPRETED:
+        steps = tl.minimum(tl.arange(0, STEPS) * 64, BYTES - 64)
+        ptrs = tl.expand_dims(rows.to(tl.uint64), -1) + steps
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -138,89 +153,96 @@ def _store_columns(row_ptrs, mask_row, value, COLUMN: tl.constexpr, WIDTH: tl.co
     tl.store(row_ptrs[:, None] + columns[None, :], value.to(row_ptrs.dtype.element_ty), mask=mask)
 
 
-# The next two attend to positions [first, end) of one KV head and return the softmax state of the query rows: maximum
-# [BLOCK_H], sum [BLOCK_H], and the accumulator in two column ranges, [BLOCK_H, D_LO] and [BLOCK_H, D_HI]. Both are
-# powers of two, so that 96 is 64 + 32 and no lane idles; where D_HI is 0 the second range's variables repeat the first.
+@triton.jit
+def _first_rows(x, ROWS: tl.constexpr):
+    """[W, ROWS, N] of x [W, 2 * ROWS, N]; in the layout of a product's result this moves nothing."""
+    first, _ = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, ROWS, x.shape[2]]), (0, 2, 3, 1)))
+    return first
 
 
 @triton.jit
-def _attend_group(
-    q_lo, q_hi, k_ptr, v_ptr, first, end, scale_log2e, stride_kt, stride_vt,
-    D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    """Several query heads share the KV head: their rows make a matrix product."""
-    running_max = tl.full([BLOCK_H], LOWEST, tl.float32)
-    running_sum = tl.zeros([BLOCK_H], tl.float32)
-    acc_lo = tl.zeros([BLOCK_H, D_LO], tl.float32)
-    acc_hi = tl.zeros([BLOCK_H, D_HI if D_HI else D_LO], tl.float32)
-    for tile_start in tl.range(first, end, BLOCK_T, num_stages=NUM_STAGES):
-        position = (tile_start + tl.arange(0, BLOCK_T)).to(tl.int64)
-        mask_t = position < end
-        k_rows = k_ptr + position * stride_kt
-        scores = _dot(q_lo, tl.trans(_load_columns(k_rows, mask_t, 0, D_LO, D)))
-        if D_HI:
-            scores += _dot(q_hi, tl.trans(_load_columns(k_rows, mask_t, D_LO, D_HI, D)))
-        scores = tl.where(mask_t[None, :], scores * scale_log2e, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        rescale = tl.exp2(running_max - new_max)
-        weights = tl.exp2(scores - new_max[:, None])
-        running_sum = running_sum * rescale + tl.sum(weights, axis=1)
-        v_rows = v_ptr + position * stride_vt
-        weights = weights.to(v_ptr.dtype.element_ty)
-        acc_lo = acc_lo * rescale[:, None] + _dot(weights, _load_columns(v_rows, mask_t, 0, D_LO, D))
-        if D_HI:
-            acc_hi = acc_hi * rescale[:, None] + _dot(weights, _load_columns(v_rows, mask_t, D_LO, D_HI, D))
-        running_max = new_max
-    return running_max, running_sum, acc_lo, acc_hi
+def _combine_halves(x, MAXIMUM: tl.constexpr):
+    """[N, W // 2] of x [N, W]: sums or maxima of neighbours."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return tl.maximum(even, odd) if MAXIMUM else even + odd
 
 
 @triton.jit
-def _attend_one_head(
-    q_lo, q_hi, k_ptr, v_ptr, first, end, scale_log2e, stride_kt, stride_vt,
-    D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, BLOCK_T: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    """One query head per KV head: a matrix product would compute 15 empty rows, so fp32 products and sums instead.
+def _over_warps(x, MAXIMUM: tl.constexpr):
+    """[N] of x [W, N], W up to 8: sum or maximum. In halves it is one exchange between warps; tl.sum makes many."""
+    x = tl.trans(x)
+    if x.shape[1] > 4:
+        x = _combine_halves(x, MAXIMUM)
+    if x.shape[1] > 2:
+        x = _combine_halves(x, MAXIMUM)
+    if x.shape[1] > 1:
+        x = _combine_halves(x, MAXIMUM)
+    return tl.reshape(x, [x.shape[0]])
 
-    Each of the BLOCK_T lanes keeps a softmax state of its own, as if it were a split: the loop exchanges nothing
-    between warps, and the lanes are merged once, at the end.
+
+@triton.jit
+def _sum_accumulators(acc, rescale, OUT_ROWS: tl.constexpr):
+    """[OUT_ROWS, N]: the first rows of the warps' accumulators [W, BLOCK_H, N], each warp's rescaled, in one sum."""
+    if acc.shape[1] > OUT_ROWS:
+        acc = _first_rows(acc, OUT_ROWS)
+    weighted = tl.reshape(acc * rescale[:, :, None], [acc.shape[0], OUT_ROWS * acc.shape[2]])
+    return tl.reshape(_over_warps(weighted, False), [OUT_ROWS, acc.shape[2]])
+
+
+@triton.jit
+def _attend(
+    q_lo, q_hi, k_ptr, v_ptr, first, end, zero, scale_log2e, stride_kt, stride_vt,
+    D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, BLOCK_H: tl.constexpr, OUT_ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr, WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend to positions [first, end) of one KV head: the softmax state of the first OUT_ROWS query rows.
+
+    That is the maximum [OUT_ROWS], the sum [OUT_ROWS] and the accumulator in two column ranges, [OUT_ROWS, D_LO] and
+    [OUT_ROWS, D_HI]: powers of two, so that 96 is 64 + 32 and no lane idles (D_HI 0: the second repeats the first).
+
+    Of each tile a warp takes BLOCK_T // WARPS keys and keeps a softmax state of its own, as if it were a split. A
+    batched product, one matrix per warp, says so: nothing in the loop crosses warps, which are merged once, at the end.
     """
-    lane_max = tl.full([BLOCK_T], LOWEST, tl.float32)
-    lane_sum = tl.zeros([BLOCK_T], tl.float32)
-    acc_lo = tl.zeros([BLOCK_T, D_LO], tl.float32)
-    acc_hi = tl.zeros([BLOCK_T, D_HI if D_HI else D_LO], tl.float32)
-    q_lo = q_lo.to(tl.float32) * scale_log2e
-    q_hi = q_hi.to(tl.float32) * scale_log2e
+    q_lo = tl.broadcast_to(q_lo[None, :, :], [WARPS, BLOCK_H, D_LO])
+    q_hi = tl.broadcast_to(q_hi[None, :, :], [WARPS, BLOCK_H, D_HI if D_HI else D_LO])
+    warp_max = tl.full([WARPS, BLOCK_H], LOWEST, tl.float32)
+    warp_sum = tl.zeros([WARPS, BLOCK_H], tl.float32)
+    acc_lo = tl.zeros([WARPS, BLOCK_H, D_LO], tl.float32)
+    acc_hi = tl.zeros([WARPS, BLOCK_H, D_HI if D_HI else D_LO], tl.float32)
+    offs_t = tl.arange(0, WARPS)[:, None] * (BLOCK_T // WARPS) + tl.arange(0, BLOCK_T // WARPS)[None, :] + zero
+    k_offset, v_offset = offs_t * stride_kt, offs_t * stride_vt
     for tile_start in tl.range(first, end, BLOCK_T, num_stages=NUM_STAGES):
-        position = (tile_start + tl.arange(0, BLOCK_T)).to(tl.int64)
-        mask_t = position < end
-        k_rows = k_ptr + position * stride_kt
-        scores = tl.sum(_load_columns(k_rows, mask_t, 0, D_LO, D).to(tl.float32) * q_lo, axis=1)
+        mask_t = tile_start + offs_t < end  # [WARPS, BLOCK_T // WARPS]
+        k_rows = (k_ptr + tl.cast(tile_start, tl.int64) * stride_kt) + k_offset
+        scores = _dot(q_lo, tl.permute(_load_columns(k_rows, mask_t, 0, D_LO, D), (0, 2, 1)))
         if D_HI:
-            scores += tl.sum(_load_columns(k_rows, mask_t, D_LO, D_HI, D).to(tl.float32) * q_hi, axis=1)
-        scores = tl.where(mask_t, scores, float("-inf"))
-        new_max = tl.maximum(lane_max, scores)
-        rescale = tl.exp2(lane_max - new_max)
-        weights = tl.exp2(scores - new_max)
-        lane_sum = lane_sum * rescale + weights
-        v_rows = v_ptr + position * stride_vt
-        v_lo = _load_columns(v_rows, mask_t, 0, D_LO, D).to(tl.float32)
-        acc_lo = acc_lo * rescale[:, None] + weights[:, None] * v_lo
+            scores += _dot(q_hi, tl.permute(_load_columns(k_rows, mask_t, D_LO, D_HI, D), (0, 2, 1)))
+        scores = tl.where(mask_t[:, None, :], scores * scale_log2e, float("-inf"))
+        new_max = tl.maximum(warp_max, tl.max(scores, axis=2))
+        rescale = tl.exp2(warp_max - new_max)
+        weights = tl.exp2(scores - new_max[:, :, None])
+        warp_sum = warp_sum * rescale + tl.sum(weights, axis=2)
+        v_rows = (v_ptr + tl.cast(tile_start, tl.int64) * stride_vt) + v_offset
+        weights = weights.to(v_ptr.dtype.element_ty)
+        acc_lo = acc_lo * rescale[:, :, None] + _dot(weights, _load_columns(v_rows, mask_t, 0, D_LO, D))
         if D_HI:
-            v_hi = _load_columns(v_rows, mask_t, D_LO, D_HI, D).to(tl.float32)
-            acc_hi = acc_hi * rescale[:, None] + weights[:, None] * v_hi
-        lane_max = new_max
-    running_max = tl.max(lane_max, axis=0, keep_dims=True)
-    rescale = tl.exp2(lane_max - running_max)
-    running_sum = tl.sum(lane_sum * rescale, axis=0, keep_dims=True)
-    acc_lo = tl.sum(acc_lo * rescale[:, None], axis=0, keep_dims=True)
-    acc_hi = tl.sum(acc_hi * rescale[:, None], axis=0, keep_dims=True)
+            acc_hi = acc_hi * rescale[:, :, None] + _dot(weights, _load_columns(v_rows, mask_t, D_LO, D_HI, D))
+        warp_max = new_max
+
+    if BLOCK_H > OUT_ROWS:
+        warp_max = tl.reshape(_first_rows(warp_max[:, :, None], OUT_ROWS), [WARPS, OUT_ROWS])
+        warp_sum = tl.reshape(_first_rows(warp_sum[:, :, None], OUT_ROWS), [WARPS, OUT_ROWS])
+    running_max = _over_warps(warp_max, True)
+    rescale = tl.exp2(warp_max - running_max[None, :])
+    running_sum = _over_warps(warp_sum * rescale, False)
+    acc_lo = _sum_accumulators(acc_lo, rescale, OUT_ROWS)
+    acc_hi = _sum_accumulators(acc_hi, rescale, OUT_ROWS) if D_HI else acc_lo
     return running_max, running_sum, acc_lo, acc_hi
 
 
 @triton.jit
 def _merge(
-    partial_ptr, stat_ptr, first_program, last_program, first_slot,
+    partial_ptr, stat_ptr, first_program, last_program, first_slot, zero,
     ROWS: tl.constexpr, D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -229,7 +251,7 @@ def _merge(
     Always in this order, whoever arrived last, so that the sum has the same bits on every run. A program's partial is
     in slot 2 * program, except that of the first, which may be its second (``first_slot``).
     """
-    offs_r = tl.arange(0, BLOCK_R)
+    offs_r = tl.arange(0, BLOCK_R) + zero
     running_max = tl.full([BLOCK_R], LOWEST, tl.float32)
     running_sum = tl.zeros([BLOCK_R], tl.float32)
     acc_lo = tl.zeros([BLOCK_R, D_LO], tl.float32)
@@ -237,26 +259,21 @@ def _merge(
     for block_start in range(first_program, last_program + 1, BLOCK_S):
         program = block_start + tl.arange(0, BLOCK_S)
         slot = tl.where(program == first_program, first_slot, 2 * program)
-        row = slot[:, None].to(tl.int64) * ROWS + offs_r[None, :]
-        mask_row = (program <= last_program)[:, None] & (offs_r < ROWS)[None, :]
-        # .cg: read from the L2, where the other programs' stores are.
-        part_max = tl.load(stat_ptr + 2 * row, mask=mask_row, other=LOWEST, cache_modifier=".cg")  # [BLOCK_S, BLOCK_R]
+        row = slot[None, :].to(tl.int64) * ROWS + offs_r[:, None]
+        mask_row = (program <= last_program)[None, :] & (offs_r < ROWS)[:, None]
+        # All loads first, so that they wait for memory together. .cg: from the L2, where the others' stores are.
+        part_max = tl.load(stat_ptr + 2 * row, mask=mask_row, other=LOWEST, cache_modifier=".cg")  # [BLOCK_R, BLOCK_S]
         part_sum = tl.load(stat_ptr + 2 * row + 1, mask=mask_row, other=0.0, cache_modifier=".cg")
-        new_max = tl.maximum(running_max, tl.max(part_max, axis=0))
+        part_rows = partial_ptr + row * D
+        part_lo = _load_columns(part_rows, mask_row, 0, D_LO, D, True)  # [BLOCK_R, BLOCK_S, D_LO]
+        part_hi = _load_columns(part_rows, mask_row, D_LO, D_HI, D, True) if D_HI else part_lo
+        new_max = tl.maximum(running_max, tl.max(part_max, axis=1))
         rescale = tl.exp2(running_max - new_max)
-        share = tl.exp2(part_max - new_max[None, :])
-        running_sum = running_sum * rescale + tl.sum(part_sum * share, axis=0)
-        columns = tl.arange(0, D_LO)
-        mask = mask_row[:, :, None] & (columns < D)[None, None, :]
-        ptrs = partial_ptr + row[:, :, None] * D + columns[None, None, :]
-        part = tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")  # [BLOCK_S, BLOCK_R, D_LO]
-        acc_lo = acc_lo * rescale[:, None] + tl.sum(part * share[:, :, None], axis=0)
+        share = tl.exp2(part_max - new_max[:, None])
+        running_sum = running_sum * rescale + tl.sum(part_sum * share, axis=1)
+        acc_lo = acc_lo * rescale[:, None] + tl.sum(part_lo * share[:, :, None], axis=1)
         if D_HI:
-            columns = D_LO + tl.arange(0, D_HI)
-            mask = mask_row[:, :, None] & (columns < D)[None, None, :]
-            ptrs = partial_ptr + row[:, :, None] * D + columns[None, None, :]
-            part = tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-            acc_hi = acc_hi * rescale[:, None] + tl.sum(part * share[:, :, None], axis=0)
+            acc_hi = acc_hi * rescale[:, None] + tl.sum(part_hi * share[:, :, None], axis=1)
         running_max = new_max
     return running_max, running_sum, acc_lo, acc_hi
 
@@ -282,7 +299,92 @@ def _program_of(tile, share, extra):
     return tl.where(tile < extra * (share + 1), tile // (share + 1), extra + (tile - extra * (share + 1)) // share)
 
 
-@triton.jit(do_not_specialize=["cache_len", "B", "T_max", "window", "min_tiles"])
+@triton.jit
+def _attend_piece(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, stat_ptr, arrived_ptr,
+    batch, item, item_start, item_end, tile, piece_end, first, end, program, program_start, share, extra, zero,
+    scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_ob, stride_oh,
+    Hq: tl.constexpr, ITEMS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    OUT_ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
+    WARPS: tl.constexpr, PREFETCH: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend to tiles [tile, piece_end) of one item, whose tiles are [item_start, item_end) in the same numbers.
+
+    Write the result where that is the whole item. Else store the partial softmax state; the program that arrives last
+    at the item merges the states and writes.
+    """
+    piece_first_position = first + (tile - item_start) * BLOCK_T
+    piece_end_position = tl.minimum(first + (piece_end - item_start) * BLOCK_T, end)
+
+    # int64 before any product with a stride: a large cache has more than 2^31 elements.
+    wide_batch = batch.to(tl.int64)
+    kv_head = (item // HEAD_BLOCKS).to(tl.int64)
+    head_block = item % HEAD_BLOCKS
+    k_head_ptr = k_ptr + wide_batch * stride_kb + kv_head * stride_kh
+    v_head_ptr = v_ptr + wide_batch * stride_vb + kv_head * stride_vh
+    if PREFETCH:
+        # The tiles' own loads are issued after q has arrived: a latency that the first of them need not wait for.
+        ahead = piece_first_position + tl.arange(0, BLOCK_T * PREFETCH)
+        ahead = tl.minimum(ahead, tl.maximum(piece_end_position - 1, 0)).to(tl.int64)
+        _prefetch(k_head_ptr + ahead * stride_kt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        _prefetch(v_head_ptr + ahead * stride_vt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    offs_h = tl.arange(0, BLOCK_H) + zero
+    mask_h = (offs_h < ROWS) & (head_block * ROWS + offs_h < GROUP)
+    q_rows = q_ptr + wide_batch * stride_qb + (kv_head * GROUP + head_block * ROWS + offs_h) * stride_qh
+    q_lo = _load_columns(q_rows, mask_h, 0, D_LO, D)
+    q_hi = _load_columns(q_rows, mask_h, D_LO, D_HI, D) if D_HI else q_lo
+    running_max, running_sum, acc_lo, acc_hi = _attend(
+        q_lo, q_hi, k_head_ptr, v_head_ptr, piece_first_position, piece_end_position, zero, scale_log2e,
+        stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS, NUM_STAGES,
+    )  # fmt: skip
+
+    offs_h = tl.arange(0, OUT_ROWS) + zero
+    mask_h = (offs_h < ROWS) & (head_block * ROWS + offs_h < GROUP)
+    if tile == item_start and piece_end == item_end:
+        q_head = kv_head * GROUP + head_block * ROWS + offs_h
+        _write_result(
+            out_ptr + wide_batch * stride_ob + q_head * stride_oh,
+            None if lse_ptr is None else lse_ptr + wide_batch * Hq + q_head,
+            mask_h, running_max, running_sum, acc_lo, acc_hi, D, D_LO, D_HI,
+        )  # fmt: skip
+    else:
+        # Only a program's first piece and its last can be partial: two slots.
+        slot = 2 * program + (tile > program_start).to(tl.int32)
+        row = slot.to(tl.int64) * ROWS + offs_h
+        _store_columns(partial_ptr + row * D, offs_h < ROWS, acc_lo, 0, D_LO, D)
+        if D_HI:
+            _store_columns(partial_ptr + row * D, offs_h < ROWS, acc_hi, D_LO, D_HI, D)
+        tl.store(stat_ptr + 2 * row, running_max, mask=offs_h < ROWS)
+        tl.store(stat_ptr + 2 * row + 1, running_sum, mask=offs_h < ROWS)
+
+        first_program = _program_of(item_start, share, extra)
+        last_program = _program_of(item_end - 1, share, extra)
+        # A scalar atomic is issued by one thread, and orders only what that thread has seen: all stores of the
+        # program have to be behind a barrier first.
+        tl.debug_barrier()
+        arrived = arrived_ptr + batch * ITEMS + item
+        before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
+        if before == last_program - first_program:
+            tl.store(arrived, 0)  # for the next launch (a replay of a captured graph cannot clear it)
+            first_program_start = first_program * share + tl.minimum(first_program, extra)
+            first_slot = 2 * first_program + (item_start > first_program_start).to(tl.int32)
+            merged_max, merged_sum, merged_lo, merged_hi = _merge(
+                partial_ptr, stat_ptr, first_program, last_program, first_slot, zero,
+                ROWS, D, D_LO, D_HI, BLOCK_R, BLOCK_S,
+            )  # fmt: skip
+            offs_r = tl.arange(0, BLOCK_R) + zero
+            merged_head = kv_head * GROUP + head_block * ROWS + offs_r
+            _write_result(
+                out_ptr + wide_batch * stride_ob + merged_head * stride_oh,
+                None if lse_ptr is None else lse_ptr + wide_batch * Hq + merged_head,
+                (offs_r < ROWS) & (head_block * ROWS + offs_r < GROUP),
+                merged_max, merged_sum, merged_lo, merged_hi, D, D_LO, D_HI,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["cache_len", "B", "T_max", "window"])
 def _decode_attention_split_kernel(
     q_ptr,  # [B, Hq, D]
     k_ptr,  # [B, Hkv, T_max, D]
@@ -297,7 +399,6 @@ def _decode_attention_split_kernel(
     T_max,
     window,
     scale_log2e,
-    min_tiles,
     stride_qb, stride_qh,
     stride_kb, stride_kh, stride_kt,
     stride_vb, stride_vh, stride_vt,
@@ -309,9 +410,14 @@ def _decode_attention_split_kernel(
     D_HI: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    OUT_ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    WARPS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    SPLITS_PER_ITEM: tl.constexpr,
     B_PAD: tl.constexpr,
     PER_SEQUENCE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -322,10 +428,39 @@ def _decode_attention_split_kernel(
     A share may begin inside one item, cover others whole and end inside a third. A whole item is written at once. Of an
     item in pieces each program stores its partial softmax state, and the one that arrives last merges them. The grid is
     any number of programs: shares follow from the lengths, at run time, so one captured launch serves a growing cache.
+
+    With SPLITS_PER_ITEM the grid is (splits, items) and a program has one piece. Sequences of one length need no more,
+    and the first keys are asked for much sooner: what a loop over pieces does not change is computed in front of it.
     """
     GROUP: tl.constexpr = Hq // Hkv
     HEAD_BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     ITEMS: tl.constexpr = Hkv * HEAD_BLOCKS  # per sequence
+
+    if SPLITS_PER_ITEM:
+        split = tl.program_id(0)
+        batch = tl.program_id(1) // ITEMS
+        item = tl.program_id(1) % ITEMS
+        if PER_SEQUENCE:
+            first, end = _visible_range(tl.load(cache_len + batch), T_max, window)
+        else:
+            first, end = _visible_range(cache_len, T_max, window)
+        item_tiles = tl.maximum(tl.cdiv(end - first, BLOCK_T), 1)
+        splits = tl.minimum(tl.num_programs(0), tl.cdiv(item_tiles, MIN_TILES))
+        if split >= splits:
+            return
+        share = item_tiles // splits
+        extra = item_tiles - share * splits
+        tile = split * share + tl.minimum(split, extra)
+        piece_end = tile + share + (split < extra).to(tl.int32)
+        first_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) * (2 * ROWS)
+        _attend_piece(
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr + first_row * D, stat_ptr + 2 * first_row, arrived_ptr,
+            batch, item, 0, item_tiles, tile, piece_end, first, end, split, tile, share, extra, 0,
+            scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+            stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, ROWS, BLOCK_H, OUT_ROWS, BLOCK_R,
+            BLOCK_S, BLOCK_T, WARPS, PREFETCH, NUM_STAGES,
+        )  # fmt: skip
+        return
 
     offs_b = tl.arange(0, B_PAD)
     if PER_SEQUENCE:
@@ -338,7 +473,7 @@ def _decode_attention_split_kernel(
     tiles_b = tl.where(offs_b < B, item_tiles_b * ITEMS, 0)
     tiles_end_b = tl.cumsum(tiles_b, axis=0)
     total = tl.sum(tiles_b, axis=0)
-    active = tl.minimum(tl.num_programs(0), tl.cdiv(total, min_tiles))
+    active = tl.minimum(tl.num_programs(0), tl.cdiv(total, MIN_TILES))
     program = tl.program_id(0)
     if program >= active:
         return
@@ -350,6 +485,9 @@ def _decode_attention_split_kernel(
 
     tile = program_start
     while tile < program_end:
+        # 0, which the compiler does not know. Added to indices it keeps what depends on them, the addresses of stores
+        # and of the merge above all, from being computed before the loop, where every program would wait for it.
+        zero = tile >> 31
         batch = tl.sum((tiles_end_b <= tile).to(tl.int32), axis=0)
         this = offs_b == batch
         first = tl.sum(tl.where(this, first_b, 0), axis=0)
@@ -360,69 +498,11 @@ def _decode_attention_split_kernel(
         item_start = sequence_start + item * item_tiles
         item_end = item_start + item_tiles
         piece_end = tl.minimum(program_end, item_end)
-        piece_first_position = first + (tile - item_start) * BLOCK_T
-        piece_end_position = tl.minimum(first + (piece_end - item_start) * BLOCK_T, end)
-
-        # int64 before any product with a stride: a large cache has more than 2^31 elements.
-        wide_batch = batch.to(tl.int64)
-        kv_head = (item // HEAD_BLOCKS).to(tl.int64)
-        head_block = item % HEAD_BLOCKS
-        offs_h = tl.arange(0, BLOCK_H)
-        mask_h = (offs_h < ROWS) & (head_block * ROWS + offs_h < GROUP)
-        q_rows = q_ptr + wide_batch * stride_qb + (kv_head * GROUP + head_block * ROWS + offs_h) * stride_qh
-        q_lo = _load_columns(q_rows, mask_h, 0, D_LO, D)
-        q_hi = _load_columns(q_rows, mask_h, D_LO, D_HI, D) if D_HI else q_lo
-        k_head_ptr = k_ptr + wide_batch * stride_kb + kv_head * stride_kh
-        v_head_ptr = v_ptr + wide_batch * stride_vb + kv_head * stride_vh
-        if BLOCK_H == 1:
-            running_max, running_sum, acc_lo, acc_hi = _attend_one_head(
-                q_lo, q_hi, k_head_ptr, v_head_ptr, piece_first_position, piece_end_position, scale_log2e,
-                stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_T, NUM_STAGES,
-            )  # fmt: skip
-        else:
-            running_max, running_sum, acc_lo, acc_hi = _attend_group(
-                q_lo, q_hi, k_head_ptr, v_head_ptr, piece_first_position, piece_end_position, scale_log2e,
-                stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, BLOCK_T, NUM_STAGES,
-            )  # fmt: skip
-
-        if tile == item_start and piece_end == item_end:
-            q_head = kv_head * GROUP + head_block * ROWS + offs_h
-            _write_result(
-                out_ptr + wide_batch * stride_ob + q_head * stride_oh,
-                None if lse_ptr is None else lse_ptr + wide_batch * Hq + q_head,
-                mask_h, running_max, running_sum, acc_lo, acc_hi, D, D_LO, D_HI,
-            )  # fmt: skip
-        else:
-            # Only a program's first piece and its last can be partial: two slots.
-            slot = 2 * program + (tile > program_start).to(tl.int32)
-            row = slot.to(tl.int64) * ROWS + offs_h
-            _store_columns(partial_ptr + row * D, offs_h < ROWS, acc_lo, 0, D_LO, D)
-            if D_HI:
-                _store_columns(partial_ptr + row * D, offs_h < ROWS, acc_hi, D_LO, D_HI, D)
-            tl.store(stat_ptr + 2 * row, running_max, mask=offs_h < ROWS)
-            tl.store(stat_ptr + 2 * row + 1, running_sum, mask=offs_h < ROWS)
-
-            first_program = _program_of(item_start, share, extra)
-            last_program = _program_of(item_end - 1, share, extra)
-            # A scalar atomic is issued by one thread, and orders only what that thread has seen: all stores of the
-            # program have to be behind a barrier first.
-            tl.debug_barrier()
-            arrived = arrived_ptr + batch * ITEMS + item
-            before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
-            if before == last_program - first_program:
-                tl.store(arrived, 0)  # for the next launch (a replay of a captured graph cannot clear it)
-                first_program_start = first_program * share + tl.minimum(first_program, extra)
-                first_slot = 2 * first_program + (item_start > first_program_start).to(tl.int32)
-                merged_max, merged_sum, merged_lo, merged_hi = _merge(
-                    partial_ptr, stat_ptr, first_program, last_program, first_slot,
-                    ROWS, D, D_LO, D_HI, BLOCK_R, BLOCK_S,
-                )  # fmt: skip
-                offs_r = tl.arange(0, BLOCK_R)
-                merged_head = kv_head * GROUP + head_block * ROWS + offs_r
-                _write_result(
-                    out_ptr + wide_batch * stride_ob + merged_head * stride_oh,
-                    None if lse_ptr is None else lse_ptr + wide_batch * Hq + merged_head,
-                    (offs_r < ROWS) & (head_block * ROWS + offs_r < GROUP),
-                    merged_max, merged_sum, merged_lo, merged_hi, D, D_LO, D_HI,
-                )  # fmt: skip
+        _attend_piece(
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, stat_ptr, arrived_ptr,
+            batch, item, item_start, item_end, tile, piece_end, first, end, program, program_start, share, extra, zero,
+            scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+            stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, ROWS, BLOCK_H, OUT_ROWS, BLOCK_R,
+            BLOCK_S, BLOCK_T, WARPS, PREFETCH, NUM_STAGES,
+        )  # fmt: skip
         tile = piece_end

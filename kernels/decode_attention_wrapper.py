@@ -17,7 +17,8 @@ NO_WINDOW = 2**31 - 1
 
 class DecodeLaunch(NamedTuple):
     """Launch choices. rows: query heads of one program; block_t: key positions per tile; programs_per_sm: programs of
-    the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program.
+    the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program; prefetch: tiles
+    that a program asks the L2 for before it waits for q.
     """
 
     rows: int
@@ -26,6 +27,7 @@ class DecodeLaunch(NamedTuple):
     num_stages: int
     programs_per_sm: int
     min_tiles: int
+    prefetch: int
 
 
 def choose_launch(group_size, head_dim, dtype_bytes, device, *, block_t):
@@ -45,7 +47,7 @@ def choose_launch(group_size, head_dim, dtype_bytes, device, *, block_t):
     num_stages = 3 if device.capability >= (8, 0) else 2
     fits = min(values // head_dim, device.shared_memory // (2 * num_stages * head_dim * dtype_bytes))
     block_t = max(16, min(block_t, triton.next_power_of_2(fits + 1) // 2))
-    return DecodeLaunch(rows, block_t, num_warps=4, num_stages=num_stages, programs_per_sm=2, min_tiles=1)
+    return DecodeLaunch(rows, block_t, num_warps=4, num_stages=num_stages, programs_per_sm=2, min_tiles=1, prefetch=0)
 
 
 def choose_num_programs(choice, batch, num_kv_heads, group_size, max_len, sm_count):
@@ -221,13 +223,21 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
             workspace = _workspace(q.device, slot_rows * (D + 2), B * Hkv * head_blocks)
             stats, partial = workspace.partial, workspace.partial[2 * slot_rows :]
             d_lo, d_hi = split_head_dim(D)
-            _decode_attention_split_kernel[(num_programs,)](
+            # Sequences of one length need no balancing: every item gets the same number of splits.
+            items = B * Hkv * head_blocks
+            whole_splits = num_programs % items == 0 and items < 2**16 and (B == 1 or not per_sequence)
+            grid = (num_programs // items, items) if whole_splits else (num_programs,)
+            _decode_attention_split_kernel[grid](
                 q, k_cache, v_cache, out, lse, partial, stats, workspace.arrived,
-                cache_len, B, T_max, window, scale_log2e, choice.min_tiles, *strides,
+                cache_len, B, T_max, window, scale_log2e, *strides,
                 D_LO=d_lo, D_HI=d_hi, ROWS=choice.rows,
-                BLOCK_H=1 if group_size == 1 else max(16, block_r), BLOCK_R=block_r,
-                # Partials merged at a time: at most 32 accumulator values per thread.
-                BLOCK_S=max(1, min(64, 32 * 32 * choice.num_warps // (block_r * d_pad))),
+                # tl.dot takes 16 rows, of which up to 8 leave the loop.
+                BLOCK_H=max(16, block_r), OUT_ROWS=max(8, block_r), BLOCK_R=block_r,
+                # Partials merged at a time: at most 64 accumulator values per thread.
+                BLOCK_S=max(1, min(64, 64 * 32 * choice.num_warps // (block_r * d_pad))),
+                # A product takes at least 16 keys per warp.
+                WARPS=max(1, min(choice.num_warps, choice.block_t // 16)),
+                MIN_TILES=choice.min_tiles, PREFETCH=choice.prefetch, SPLITS_PER_ITEM=whole_splits,
                 B_PAD=triton.next_power_of_2(B), **shared,
             )  # fmt: skip
     return out
