@@ -19,19 +19,28 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class MatvecConfig(NamedTuple):
-    """rows: output elements per program; block_k: elements of a row per load; num_warps: warps per program."""
+    """rows: output elements per tile; block_k: elements of a row per load; num_warps: warps per program.
+
+    programs: in all, each with every programs-th tile; None: one per tile.
+    """
 
     rows: int
     block_k: int
     num_warps: int
+    programs: int | None = None
 
 
 class AttentionConfig(NamedTuple):
-    """splits: chunks that the past is cut into at most; block_t: positions per tile; num_warps: warps per program."""
+    """splits: chunks that the past is cut into at most; block_t: positions per tile; num_warps: warps per program.
+
+    pipelined: load a chunk's next tile while one is used. max_registers: per thread, for the compiler.
+    """
 
     splits: int
     block_t: int
     num_warps: int
+    pipelined: bool = True
+    max_registers: int | None = None
 
 
 class AttentionWorkspace(NamedTuple):
@@ -44,19 +53,17 @@ class AttentionWorkspace(NamedTuple):
 
 
 class Prefetch(NamedTuple):
-    """L2 prefetch of ``weight`` (the next matvec's; gated: its two halves side by side), ``lines`` of 128 bytes.
-
-    For matvec ``lines`` is the distance of the lookahead, for rope_attention the count per program (a power of two).
-    """
+    """A hint to L2: the first ``nbytes`` of a gated weight, half of them from its gate, half from its "up"."""
 
     weight: torch.Tensor
-    gated: bool
-    lines: int
+    nbytes: int
 
-    def strides(self):
-        """(elements between pairs of lines, elements between the lines of a pair)."""
-        line = 128 // self.weight.element_size()
-        return (line, self.weight.numel() // 2) if self.gated else (2 * line, line)
+    def share(self, shares):
+        """Bytes per program and half, for that many programs; 0 where the weight does not lie on 16 bytes."""
+        half = self.weight.numel() // 2 * self.weight.element_size()
+        if self.weight.data_ptr() % 16 or half % 16:
+            return 0
+        return min(self.nbytes // 2, half) // shares // 16 * 16
 
 
 def pdl_supported(device):
@@ -69,38 +76,68 @@ def _pow2_floor(n):
     return 1 << (n.bit_length() - 1)
 
 
-def matvec_config(n, k, itemsize, *, gated=False):
-    """MatvecConfig for a weight [n, k] (gated: two rows per output).
+def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False):
+    """MatvecConfig for a weight [n, k] (gated: two rows per output). The fastest found on one H200, 2026-11.
 
-    A thread holds 192 bytes of plain weights, 48 registers, and 96 to 128 of gated or long rows, where x and gain take
-    more of its registers: none spills, and 84 to 144 KB per multiprocessor are under way. The sizes are the fastest of
-    a search on one H200 over the whole step of Phi-3-mini (rows, block_k and warps per projection).
+    Microseconds per token of Phi-3-mini in float16, context 128, PDL, all else equal; (rows, block_k, warps):
+
+    - QKV: (2, 1024, 4) on 7 programs per multiprocessor 1931, two tiles each 1942, (2, 1024, 4) without loop 1951,
+      (4, 1024, 4) without 1955. Gate and up: (1, 1024, 4) on 7 per multiprocessor 1916, two tiles each 1924. Head:
+      (2, 1024, 4) on 7 per multiprocessor 1922, without loop 1923. All three: 96 bytes of weights per thread.
+    - O, too small to loop over: (4, 1024, 4) 1922, (8, 1024, 8) 1927; looping 1982.
+    - Down, long rows: (4, 4096, 16) 1927, (4, 2048, 8) 1934, (2, 2048, 8) 1955; looping 1941.
+
+    Without PDL a new program's loads start as soon as there is room, and two tiles each are the compromise: gate and up
+    2203 (7 per multiprocessor 2219), down (2, 2048, 8) 2179 (without loop 2203).
     """
     row_bytes = k * itemsize * (2 if gated else 1)
     long_rows = row_bytes >= 128 * 128
     small = not gated and n * row_bytes <= 20 << 20
-    num_warps = 8 if long_rows or small else 4
-    thread_bytes = 128 if gated or long_rows else 192
+    num_warps = (16 if pdl else 8) if long_rows else 4
+    thread_bytes = 128 if long_rows else 192 if small else 96
     rows = _pow2_floor(max(1, num_warps * 32 * thread_bytes // row_bytes))
     rows = min(rows, 32, triton.next_power_of_2(n))
-    block_k = min(triton.next_power_of_2(k), (1024 if small else num_warps * 256) * 2 // itemsize)
-    return MatvecConfig(rows, block_k, num_warps)
+    block_k = min(triton.next_power_of_2(k), num_warps * 256 * 2 // itemsize)
+    tiles = triton.cdiv(n, rows)
+    if small or (long_rows and pdl):
+        programs = tiles
+    elif pdl:
+        programs = min(tiles, 28 // num_warps * sm_count)
+    else:
+        programs = triton.cdiv(tiles, 2)
+    return MatvecConfig(rows, block_k, num_warps, programs)
 
 
-def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count):
-    """AttentionConfig: a tile of K takes 128 bytes per thread; at most two programs per multiprocessor."""
-    num_warps = 8
+# Up to this length of the cache a program per multiprocessor does, and mostly without a reduction.
+SHORT_CACHE = 256
+
+
+def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, pdl=False):
+    """AttentionConfig for a cache of max_seq_len: one launch, captured once, serves every length of it.
+
+    A tile of K takes 128 bytes per thread. Microseconds per token of Phi-3-mini at context 128, 512, 2048 with PDL (one
+    H200, 2026-11), all else equal, (splits, block_t, warps): (4, 128, 8) 1923, 2044, 2327; (16, 64, 4) 1943, 2026,
+    2234; (12, 64, 4) 1944, 2029, 2237; (8, 64, 4) 1953, 2076, 2390. Not pipelined, (16, 64, 4) takes 2018 at 512, where
+    a chunk is one tile, and 2253 at 2048; (4, 128, 8) 1944 at 128, perhaps because its fewer registers let two programs
+    share a multiprocessor while others idle. Without PDL, context 128: (4, 64, 4) 2146, (4, 128, 8) 2177.
+    """
+    short = max_seq_len <= SHORT_CACHE
+    num_warps = 8 if short and pdl else 4
     block_t = max(16, num_warps * 32 * 128 // (triton.next_power_of_2(head_dim) * itemsize))
-    needed = triton.next_power_of_2(triton.cdiv(max_seq_len, block_t))
-    splits = min(needed, _pow2_floor(max(1, 2 * sm_count // num_heads)))
-    return AttentionConfig(splits, block_t, num_warps)
+    splits = _pow2_floor(max(1, (1 if short else 4) * sm_count // num_heads))
+    if short:
+        return AttentionConfig(splits, block_t, num_warps, pipelined=pdl)
+    splits = min(splits, triton.next_power_of_2(triton.cdiv(max_seq_len, block_t)))
+    pipelined = max_seq_len > splits * block_t
+    # Three and four programs of four warps per multiprocessor.
+    return AttentionConfig(splits, block_t, num_warps, pipelined, 168 if pipelined else 128)
 
 
-def attention_workspace(num_heads, head_dim, max_seq_len, dtype, device, config=None):
-    """AttentionWorkspace for one sequence of up to ``max_seq_len`` positions."""
+def attention_workspace(num_heads, head_dim, max_seq_len, dtype, device, config=None, *, pdl=False):
+    """AttentionWorkspace for one sequence of up to ``max_seq_len`` positions; pdl: how it is going to be launched."""
     if config is None:
         sm_count = device_info(device).sm_count
-        config = attention_config(num_heads, head_dim, dtype.itemsize, max_seq_len, sm_count)
+        config = attention_config(num_heads, head_dim, dtype.itemsize, max_seq_len, sm_count, pdl=pdl)
     splits, d_pad = config.splits, triton.next_power_of_2(head_dim)
     return AttentionWorkspace(
         torch.empty(num_heads, splits, d_pad, dtype=torch.float32, device=device),
@@ -125,8 +162,14 @@ def _check(reference, **tensors):
 
 
 def _launch_options(pdl, **options):
-    # Without PDL the keyword is left out: Triton before 3.6 does not know it.
-    return {**options, "launch_pdl": True} if pdl else options
+    # What does not apply is left out: Triton before 3.6 does not know launch_pdl.
+    options["launch_pdl"] = pdl or None
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _check_prefetch(prefetch, pdl):
+    if prefetch is not None and not pdl:
+        raise ValueError("prefetch goes with pdl=True: both need compute capability 9.0")
 
 
 def matvec(
@@ -149,22 +192,27 @@ def matvec(
     if gain is not None:
         tensors["gain"] = (gain, (K,), x.dtype)
     _check(x, **tensors)
+    _check_prefetch(prefetch, pdl)
+    sm_count = device_info(x.device).sm_count
     if config is None:
-        config = matvec_config(N, K, x.element_size(), gated=gated)
-    ahead = Prefetch(weight, gated, 0) if prefetch is None else prefetch
-    _matvec_kernel[(triton.cdiv(N, config.rows),)](
+        config = matvec_config(N, K, x.element_size(), sm_count, gated=gated, pdl=pdl)
+    tiles = triton.cdiv(N, config.rows)
+    programs = config.programs or tiles
+    # The last three programs per multiprocessor: their own loads come last.
+    shares = min(programs, 3 * sm_count)
+    ahead = prefetch or Prefetch(weight, 0)
+    _matvec_kernel[(programs,)](
         x, weight if gain is None else gain, weight, out,
-        ahead.weight, ahead.weight.numel() * x.element_size() // 128, *ahead.strides(), ahead.lines, N, eps,
+        ahead.weight, ahead.weight.numel() // 2, programs - shares, N, eps,
         K=K, ROWS=config.rows, BLOCK_K=config.block_k, NORM=gain is not None, GATED=gated, RESIDUAL=residual,
-        PREFETCH=prefetch is not None, EARLY=early, PDL=pdl,
+        EVEN=N % config.rows == 0, LOOP=programs < tiles, PREFETCH=ahead.share(shares), EARLY=early, PDL=pdl,
         **_launch_options(pdl, num_warps=config.num_warps, num_stages=1),
     )  # fmt: skip
     return out
 
 
 def rope_attention(
-    qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, window=None, scale=None, pdl=False, prefetch=None,
-    early=True,
+    qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, window=None, scale=None, pdl=False, prefetch=None
 ):  # fmt: skip
     """Attention of one new token over its cache, RoPE and the cache's new row included; returns ``out``.
 
@@ -196,18 +244,19 @@ def rope_attention(
                 f"{name} must be {qkv.dtype} {list(k_cache.shape)} with dense rows, "
                 f"got {cache.dtype} {list(cache.shape)}, strides {cache.stride()}"
             )
-    splits, block_t, num_warps = workspace.config
-    if tuple(workspace.partial.shape) != (Hq, splits, triton.next_power_of_2(D)):
+    config = workspace.config
+    if tuple(workspace.partial.shape) != (Hq, config.splits, triton.next_power_of_2(D)):
         raise ValueError(f"workspace was made for other sizes than {Hq} heads of head_dim {D}")
-    if prefetch is None:
-        prefetch = Prefetch(qkv, False, 0)
-    _rope_attention_kernel[(Hq, splits)](
+    _check_prefetch(prefetch, pdl)
+    ahead = prefetch or Prefetch(qkv, 0)
+    _rope_attention_kernel[(Hq, config.splits)](
         qkv, cos, sin, lengths, k_cache, v_cache, out, workspace.partial, workspace.state, workspace.arrived,
-        prefetch.weight, *prefetch.strides(), T_max if window is None else window, D**-0.5 if scale is None else scale,
+        ahead.weight, ahead.weight.numel() // 2,
+        T_max if window is None else window, D**-0.5 if scale is None else scale,
         k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
-        HQ=Hq, HKV=Hkv, D=D, D_PAD=triton.next_power_of_2(D), ROTARY=2 * half, SPLITS=splits, BLOCK_T=block_t,
-        PREFETCH_LINES=prefetch.lines, EARLY=early, PDL=pdl,
-        **_launch_options(pdl, num_warps=num_warps, num_stages=1),
+        HQ=Hq, HKV=Hkv, D=D, D_PAD=triton.next_power_of_2(D), ROTARY=2 * half, SPLITS=config.splits,
+        BLOCK_T=config.block_t, PIPELINED=config.pipelined, PREFETCH=ahead.share(Hq * config.splits), PDL=pdl,
+        **_launch_options(pdl, num_warps=config.num_warps, num_stages=1, maxnreg=config.max_registers),
     )  # fmt: skip
     return out
 

@@ -55,6 +55,8 @@ MATVEC_CASES = {
     "one-row": dict(N=1, K=48, norm=True),
     "tail-of-rows-and-columns": dict(N=19, K=200, norm=True, gated=True, config=MatvecConfig(4, 64, 4)),
     "column-tail-smaller-than-a-vector": dict(N=37, K=67, config=MatvecConfig(2, 32, 4)),
+    "loop": dict(N=24, K=64, norm=True, gated=True, config=MatvecConfig(2, 64, 4, 5)),
+    "loop-tail": dict(N=23, K=72, residual=True, config=MatvecConfig(4, 32, 4, 4)),
     "phi-3-mini-width": dict(N=6, K=3072, norm=True),
 }
 
@@ -261,8 +263,9 @@ def test_wrong_arguments_are_named(device):
     (9216, 3072, False), (3072, 3072, False), (8192, 3072, True), (3072, 8192, False), (32064, 3072, False),
     (7680, 5120, False), (17920, 5120, True), (5120, 17920, False), (200064, 3072, False), (96, 64, False),
 ])  # fmt: skip
-def test_matvec_config_fits_registers(n, k, gated, itemsize):
-    config = matvec_config(n, k, itemsize, gated=gated)
+@pytest.mark.parametrize("pdl", [False, True])
+def test_matvec_config_fits_registers(n, k, gated, itemsize, pdl):
+    config = matvec_config(n, k, itemsize, 132, gated=gated, pdl=pdl)
     per_thread = config.rows * (2 if gated else 1) * k * itemsize / (32 * config.num_warps)
     assert per_thread <= 384 or config.rows == 1
     assert config.rows & (config.rows - 1) == 0 and config.block_k & (config.block_k - 1) == 0
@@ -271,11 +274,23 @@ def test_matvec_config_fits_registers(n, k, gated, itemsize):
 
 
 def test_attention_config_covers_the_device_and_the_length():
-    h200 = attention_config(32, 96, 2, 4096, 132)
-    assert h200.splits * 32 <= 2 * 132 and h200.block_t == 128
-    assert attention_config(32, 96, 2, 100, 132).splits == 1
-    assert attention_config(8, 128, 2, 131072, 132).splits == 32
-    assert attention_config(32, 256, 4, 4096, 132).block_t == 32
+    assert attention_config(32, 96, 2, 256, 132, pdl=True)[:4] == (4, 128, 8, True)
+    assert attention_config(32, 96, 2, 256, 132)[:4] == (4, 64, 4, False)
+    assert attention_config(32, 96, 2, 1024, 132)[:4] == (16, 64, 4, False), "one tile per chunk"
+    assert attention_config(32, 96, 2, 1025, 132)[:4] == (16, 64, 4, True)
+    assert attention_config(32, 96, 2, 257, 132).splits == 8, "no chunk that is always empty"
+    assert attention_config(8, 128, 2, 131072, 132).splits == 64
+    assert attention_config(32, 96, 2, 4096, 24).splits == 2
+    assert attention_config(32, 256, 4, 4096, 132).block_t == 16
+
+
+def test_prefetch_shares_are_whole_16_bytes_within_the_weight():
+    weight = torch.empty(64, 64, dtype=torch.float16)
+    assert Prefetch(weight, 4096).share(3) == 672
+    assert Prefetch(weight, 1 << 30).share(2) == 2048, "half of the weight, half of that per program"
+    assert Prefetch(weight.flatten()[1:4001], 4096).share(2) == 0, "not aligned"
+    with pytest.raises(ValueError, match="prefetch goes with pdl=True"):
+        matvec(torch.zeros(64).half(), weight, torch.zeros(64).half(), prefetch=Prefetch(weight, 64))
 
 
 COMPILE = """
@@ -290,33 +305,38 @@ with compile_only(capability) as compiled:
     matvec(e(3072), e(3072, 3072), e(3072), residual=True, pdl=pdl)
     matvec(e(3072), e(16384, 3072), e(8192), gain=e(3072), eps=1e-5, gated=True, pdl=pdl)
     matvec(e(8192), e(3072, 8192), e(3072), residual=True, pdl=pdl)
-    workspace = attention_workspace(32, 96, 4096, torch.float16, torch.device("cpu"))
-    rope_attention(e(9216), e(4096, 48, dtype=torch.float32), e(4096, 48, dtype=torch.float32),
-                   e(1, dtype=torch.int32), e(32, 4096, 96), e(32, 4096, 96), e(3072), workspace, pdl=pdl)
+    matvec(e(3072), e(32064, 3072), e(32064), gain=e(3072), eps=1e-5, pdl=pdl)
+    for length in (256, 1024, 4096):
+        workspace = attention_workspace(32, 96, length, torch.float16, torch.device("cpu"), pdl=pdl)
+        ahead = Prefetch(e(16384, 3072), 4 << 20) if pdl else None
+        rope_attention(e(9216), e(length, 48, dtype=torch.float32), e(length, 48, dtype=torch.float32),
+                       e(1, dtype=torch.int32), e(32, length, 96), e(32, length, 96), e(3072), workspace,
+                       pdl=pdl, prefetch=ahead)
     greedy(e(32064), e(1, dtype=torch.int64), e(4096, dtype=torch.int64), e(1, dtype=torch.int32), pdl=pdl)
 for kernel in compiled:
     lines = [line for line in kernel.ptx.splitlines() if "ld.global" in line or "griddepcontrol.wait" in line]
-    kinds = ["W" if "wait" in line else "v" if ".v4.b32" in line else "." for line in lines]
-    print("KERNEL", kernel.name, kernel.spill_bytes, "".join(kinds), sum("evict_first" in line for line in lines))
+    kinds = ["W" if "wait" in line else "s" if "evict_first" in line else "." for line in lines]
+    wide = all(".v4.b32" in line for line in lines if "evict_first" in line)
+    print("KERNEL", kernel.name, kernel.spill_bytes, "".join(kinds), wide)
 """
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0"])
 def test_code_generation(capability):
-    """No spills, 16-byte weight loads with a streaming hint, and all of them ahead of the wait."""
+    """No spills, 16-byte weight loads with a streaming hint, those of the first tile ahead of everything else."""
     result = subprocess.run(
         [sys.executable, "-c", COMPILE, capability],
         cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-2000:]
-    kernels = re.findall(r"KERNEL (\w+) (\d+) (\S+) (\d+)", result.stdout)
-    assert len(kernels) == 6
-    for name, spill_bytes, loads, streaming in kernels:
+    kernels = re.findall(r"KERNEL (\w+) (\d+) (\S+) (\w+)", result.stdout)
+    assert len(kernels) == 9
+    for name, spill_bytes, loads, wide in kernels:
         assert int(spill_bytes) == 0, f"{name} spills {spill_bytes} bytes per thread"
         assert ("W" in loads) == (capability == "9.0"), f"{name}: {loads}"
         if name == "_matvec_kernel":
-            ahead = loads.split("W")[0]
-            assert int(streaming) >= 6 and ahead.startswith("v" * int(streaming)), f"{name}: {loads}"
+            first, rest = re.fullmatch(r"(s+)[.W]+(s*)\.*", loads).groups()
+            assert wide == "True" and len(first) >= 6 and len(rest) in (0, len(first)), f"{name}: {loads}"
 
 
 @pytest.mark.gpu
@@ -339,11 +359,11 @@ def test_pdl_gives_the_same_bits():
         h = start.clone()
         for _ in range(8):
             matvec(h, weights[0], qkv, gain=gain, eps=EPS, pdl=pdl)
-            rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, attn, workspace, pdl=pdl)
-            matvec(attn, weights[1], h, residual=True, pdl=pdl)
-            ahead = Prefetch(weights[3], False, 4096)
-            matvec(h, weights[2], act, gain=gain, eps=EPS, gated=True, pdl=pdl, prefetch=ahead)
-            matvec(act, weights[3], h, residual=True, pdl=pdl)
+            ahead = Prefetch(weights[2], 1 << 20) if pdl else None
+            rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, attn, workspace, pdl=pdl, prefetch=ahead)
+            matvec(attn, weights[1], h, residual=True, pdl=pdl, early=True, prefetch=ahead)
+            matvec(h, weights[2], act, gain=gain, eps=EPS, gated=True, pdl=pdl)
+            matvec(act, weights[3], h, residual=True, pdl=pdl, early=True)
         return h
 
     expected = chain(False)
