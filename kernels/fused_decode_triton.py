@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+EMPTY_KEY = tl.constexpr(-(1 << 63))  # below the key of every logit
 
 
 @triton.jit
@@ -110,7 +111,7 @@ def _finish_rows(
     tiles, up_tiles, xs, inverse_rms, out_ptr, rows, in_range,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Weights and x to finished outputs [ROWS], stored."""
+    """Weights and x to finished outputs [ROWS], stored and returned."""
     if RESIDUAL:
         residual = tl.load(out_ptr + rows, mask=in_range, other=0.0).to(tl.float32)
     products = _multiply(tiles, xs, K, ROWS, BLOCK_K)
@@ -123,7 +124,44 @@ def _finish_rows(
         y = tl.sum(products, axis=1) * inverse_rms
     if RESIDUAL:
         y += residual
-    tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=in_range)
+    y = y.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + rows, y, mask=in_range)
+    return y
+
+
+@triton.jit
+def _choice_keys(logits, index, in_range, V):
+    """int64 keys in the order of greedy choice: the larger logit first, among equals the lower index.
+
+    The upper half orders as the float does: a negative one has its bits below the sign flipped. Where a logit is NaN
+    there is no largest one: its key is above all others and stands for the index V, which is no token.
+    """
+    logits = logits.to(tl.float32)
+    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)  # -0 equals 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    is_nan = logits != logits
+    ordered = tl.where(is_nan, 0x7FFFFFFF, ordered)
+    index = tl.where(is_nan, V, index)
+    return tl.where(in_range, (ordered.to(tl.int64) << 32) + (0x7FFFFFFF - index), EMPTY_KEY)
+
+
+@triton.jit
+def _choose(keys, best_ptr, arrived_ptr, token_ptr, history_ptr, lengths_ptr):
+    """Add a program's keys to the choice; the last program to arrive ends the step and leaves the scratch as it was.
+
+    A maximum does not depend on the order of arrival. Both atomics are one thread's, so the counter's release covers
+    the maximum.
+    """
+    tl.atomic_max(best_ptr, tl.max(keys, axis=0), sem="relaxed", scope="gpu")
+    arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
+    if arrived == tl.num_programs(0) - 1:
+        key = tl.atomic_xchg(best_ptr, EMPTY_KEY, sem="acq_rel", scope="gpu")
+        token = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+        position = tl.load(lengths_ptr)
+        tl.store(token_ptr, token)
+        tl.store(history_ptr + position, token)
+        tl.store(lengths_ptr, position + 1)
+        tl.store(arrived_ptr, 0)
 
 
 @triton.jit
@@ -135,6 +173,11 @@ def _matvec_kernel(
     next_ptr,  # the gated weight of which PREFETCH bytes are fetched into L2 by each program from first_share on, twice
     next_half_stride,
     first_share,
+    best_ptr,  # [1] int64, EMPTY_KEY before and after; None: no choice
+    arrived_ptr,  # [1] int32, zero before and after
+    token_ptr,  # [1] int64
+    history_ptr,  # [T_max] int64
+    lengths_ptr,  # [1] int32
     N,
     eps,
     K: tl.constexpr,
@@ -153,7 +196,8 @@ def _matvec_kernel(
 
     The weight rows of the first tile are held whole in registers while the program waits for x. The norm is recomputed
     by every program: x is a few KB out of L2, less than a kernel boundary costs. Its factor 1 / rms(x) is one number,
-    so it multiplies the finished sums, and the weights need not wait for it.
+    so it multiplies the finished sums, and the weights need not wait for it. With best_ptr the outputs are logits: the
+    token is chosen here, because a kernel for it takes 31 us of a step (H200, 2026-11), most of them idle.
     """
     if EARLY:
         _launch_next(PDL)
@@ -183,11 +227,16 @@ def _matvec_kernel(
     inverse_rms = 1.0
     if NORM:
         inverse_rms = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    keys = tl.full([ROWS], EMPTY_KEY, dtype=tl.int64)
     if LOOP:
         num_tiles = tl.cdiv(N, ROWS)
         for tile in range(program, num_tiles, tl.num_programs(0)):
             rows = tile * ROWS + tl.arange(0, ROWS)
-            _finish_rows(tiles, up_tiles, xs, inverse_rms, out_ptr, rows, rows < N, K, ROWS, BLOCK_K, GATED, RESIDUAL)
+            y = _finish_rows(
+                tiles, up_tiles, xs, inverse_rms, out_ptr, rows, rows < N, K, ROWS, BLOCK_K, GATED, RESIDUAL
+            )  # fmt: skip
+            if best_ptr is not None:
+                keys = tl.maximum(keys, _choice_keys(y, rows, rows < N, N))
             # Only now, behind the store: loads any earlier need a second set of registers, that is, fewer programs per
             # multiprocessor, and the other programs' loads fill the gap. (H200, 2026-11: 1.931 ms against 2.032 for
             # the QKV projection's loop with the next tile's loads before the sums.)
@@ -198,7 +247,11 @@ def _matvec_kernel(
                 if GATED:
                     up_tiles = _load_tiles(weight_ptr, N + rows, rows < N, K, BLOCK_K, EVEN)
     else:
-        _finish_rows(tiles, up_tiles, xs, inverse_rms, out_ptr, rows, rows < N, K, ROWS, BLOCK_K, GATED, RESIDUAL)
+        y = _finish_rows(tiles, up_tiles, xs, inverse_rms, out_ptr, rows, rows < N, K, ROWS, BLOCK_K, GATED, RESIDUAL)
+        if best_ptr is not None:
+            keys = _choice_keys(y, rows, rows < N, N)
+    if best_ptr is not None:
+        _choose(keys, best_ptr, arrived_ptr, token_ptr, history_ptr, lengths_ptr)
 
 
 @triton.jit
@@ -365,40 +418,3 @@ def _embed_kernel(
     known = (token >= 0) & (token < V)
     row = tl.load(table_ptr + token * N + offs_n, mask=mask & known, other=float("nan"))
     tl.store(out_ptr + offs_n, row, mask=mask)
-
-
-@triton.jit
-def _greedy_kernel(
-    logits_ptr,  # [V]
-    token_ptr,  # [1] int64
-    history_ptr,  # [T_max] int64
-    lengths_ptr,  # [1] int32
-    V,
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program: the lowest index of the largest logit becomes the next token, and the position moves on by one.
-
-    Where a logit is NaN there is no largest one, and the token is V, which is none: the host can tell, and the next
-    step's embedding keeps it that way.
-    """
-    _launch_next(PDL)
-    position = tl.load(lengths_ptr)  # the token before wrote it
-    _wait_for_previous(PDL)
-    offs_v = tl.arange(0, BLOCK_V)
-    best = tl.full([BLOCK_V], float("-inf"), dtype=tl.float32)
-    best_index = offs_v
-    for start in range(0, V, BLOCK_V):
-        logits = tl.load(logits_ptr + start + offs_v, mask=start + offs_v < V, other=float("-inf")).to(tl.float32)
-        # Strictly greater: among equals the earlier index stays. Nothing is greater than NaN, so that stays, too.
-        better = (logits > best) | (logits != logits)
-        best = tl.where(better, logits, best)
-        best_index = tl.where(better, start + offs_v, best_index)
-    is_nan = best != best
-    best = tl.where(is_nan, float("inf"), best)
-    best_index = tl.where(is_nan, -1, best_index)
-    index = tl.min(tl.where(best == tl.max(best, axis=0), best_index, V), axis=0)
-    index = tl.where(index < 0, V, index).to(tl.int64)
-    tl.store(token_ptr, index)
-    tl.store(history_ptr + position, index)
-    tl.store(lengths_ptr, position + 1)

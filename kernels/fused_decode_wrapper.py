@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.device import check_launchable, device_info
-from kernels.fused_decode_triton import _embed_kernel, _greedy_kernel, _matvec_kernel, _rope_attention_kernel
+from kernels.fused_decode_triton import EMPTY_KEY, _embed_kernel, _matvec_kernel, _rope_attention_kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -66,6 +66,22 @@ class Prefetch(NamedTuple):
         return min(self.nbytes // 2, half) // shares // 16 * 16
 
 
+class GreedyChoice(NamedTuple):
+    """Where a matvec whose outputs are logits leaves its choice, and its scratch; made by ``greedy_choice``."""
+
+    best: torch.Tensor
+    arrived: torch.Tensor
+    token: torch.Tensor
+    history: torch.Tensor
+    lengths: torch.Tensor
+
+
+def greedy_choice(token, history, lengths):
+    """GreedyChoice into token [1] int64, history [T_max] int64 at position lengths [1] int32, which grows by one."""
+    best = torch.full((1,), EMPTY_KEY.value, dtype=torch.int64, device=token.device)
+    return GreedyChoice(best, torch.zeros_like(best, dtype=torch.int32), token, history, lengths)
+
+
 def pdl_supported(device):
     """Whether kernels can use programmatic dependent launch: compute capability 9.0+ and a Triton that has it (3.6)."""
     has_instructions = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
@@ -76,7 +92,7 @@ def _pow2_floor(n):
     return 1 << (n.bit_length() - 1)
 
 
-def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False):
+def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=False):
     """MatvecConfig for a weight [n, k] (gated: two rows per output). The fastest found on one H200, 2026-11.
 
     Microseconds per token of Phi-3-mini in float16, context 128, PDL, all else equal; (rows, block_k, warps):
@@ -88,7 +104,7 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False):
     - Down, long rows: (4, 4096, 16) 1927, (4, 2048, 8) 1934, (2, 2048, 8) 1955; looping 1941.
 
     Without PDL a new program's loads start as soon as there is room, and two tiles each are the compromise: gate and up
-    2203 (7 per multiprocessor 2219), down (2, 2048, 8) 2179 (without loop 2203).
+    2203 (7 per multiprocessor 2219), down (2, 2048, 8) 2179 (without loop 2203). A choice wants few programs to meet.
     """
     row_bytes = k * itemsize * (2 if gated else 1)
     long_rows = row_bytes >= 128 * 128
@@ -101,7 +117,7 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False):
     tiles = triton.cdiv(n, rows)
     if small or (long_rows and pdl):
         programs = tiles
-    elif pdl:
+    elif pdl or choice:
         programs = min(tiles, 28 // num_warps * sm_count)
     else:
         programs = triton.cdiv(tiles, 2)
@@ -174,7 +190,7 @@ def _check_prefetch(prefetch, pdl):
 
 def matvec(
     x, weight, out, *, gain=None, eps=0.0, gated=False, residual=False, pdl=False, config=None, prefetch=None,
-    early=False,
+    early=False, choice=None,
 ):  # fmt: skip
     """out = W x for one vector; with ``gain`` of rmsnorm(x) * gain; returns ``out``.
 
@@ -182,6 +198,10 @@ def matvec(
     out += W x. Sums in float32, one rounding at the end. All of one dtype (float16, bfloat16, float32), contiguous.
     With pdl, ``early`` lets the next kernel's programs start beside this one's, which pays where all of these are
     resident at once, instead of when the last of these has its input.
+
+    With ``choice`` (see greedy_choice) out are logits and the token is chosen as well: token and history[lengths]
+    become argmax(out), lengths grows by one and must be less than T_max before. The lowest index wins a tie; NaN among
+    the logits gives N, which is no token.
     """
     K, N = x.shape[0], out.shape[0]
     tensors = {
@@ -191,11 +211,15 @@ def matvec(
     }
     if gain is not None:
         tensors["gain"] = (gain, (K,), x.dtype)
+    if choice is not None:
+        for name, dtype in (("token", torch.int64), ("history", torch.int64), ("lengths", torch.int32)):
+            tensor = getattr(choice, name)
+            tensors[name] = (tensor, tensor.shape if name == "history" else (1,), dtype)
     _check(x, **tensors)
     _check_prefetch(prefetch, pdl)
     sm_count = device_info(x.device).sm_count
     if config is None:
-        config = matvec_config(N, K, x.element_size(), sm_count, gated=gated, pdl=pdl)
+        config = matvec_config(N, K, x.element_size(), sm_count, gated=gated, pdl=pdl, choice=choice is not None)
     tiles = triton.cdiv(N, config.rows)
     programs = config.programs or tiles
     # The last three programs per multiprocessor: their own loads come last.
@@ -203,7 +227,7 @@ def matvec(
     ahead = prefetch or Prefetch(weight, 0)
     _matvec_kernel[(programs,)](
         x, weight if gain is None else gain, weight, out,
-        ahead.weight, ahead.weight.numel() // 2, programs - shares, N, eps,
+        ahead.weight, ahead.weight.numel() // 2, programs - shares, *(choice or (None,) * 5), N, eps,
         K=K, ROWS=config.rows, BLOCK_K=config.block_k, NORM=gain is not None, GATED=gated, RESIDUAL=residual,
         EVEN=N % config.rows == 0, LOOP=programs < tiles, PREFETCH=ahead.share(shares), EARLY=early, PDL=pdl,
         **_launch_options(pdl, num_warps=config.num_warps, num_stages=1),
@@ -271,25 +295,3 @@ def embed(token, table, out, *, pdl=False):
     block_n = min(1024, triton.next_power_of_2(N))
     _embed_kernel[(triton.cdiv(N, block_n),)](token, table, out, V, N=N, BLOCK_N=block_n, PDL=pdl, num_warps=4)
     return out
-
-
-def greedy(logits, token, history, lengths, *, pdl=False):
-    """The greedy choice on the device: token and history[lengths] become argmax(logits), lengths grows by one.
-
-    logits: [V]; token: [1] int64; history: [T_max] int64; lengths: [1] int32, less than T_max. The lowest index wins a
-    tie; a NaN among the logits gives V, which is no token.
-    """
-    V = logits.shape[0]
-    _check(
-        logits,
-        logits=(logits, (V,), logits.dtype),
-        token=(token, (1,), torch.int64),
-        history=(history, history.shape, torch.int64),
-        lengths=(lengths, (1,), torch.int32),
-    )
-    block_v = min(16384, triton.next_power_of_2(V))
-    num_warps = max(1, min(32, block_v // 256))
-    _greedy_kernel[(1,)](
-        logits, token, history, lengths, V, BLOCK_V=block_v, PDL=pdl, **_launch_options(pdl, num_warps=num_warps)
-    )
-    return token

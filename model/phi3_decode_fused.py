@@ -11,7 +11,7 @@ from kernels.fused_decode_wrapper import (
     Prefetch,
     attention_workspace,
     embed,
-    greedy,
+    greedy_choice,
     matvec,
     pdl_supported,
     rope_attention,
@@ -58,6 +58,7 @@ class FusedDecoder(CapturedDecoder):
         self.activated = buffer(config.intermediate_size)
         self.logits = buffer(config.vocab_size)[None]
         self.history = torch.empty(kv_cache.max_seq_len, dtype=torch.int64, device=self.device)
+        self.choice = greedy_choice(self.token, self.history, kv_cache.lengths)
         self.workspace = attention_workspace(Hq, D, kv_cache.max_seq_len, dtype, self.device, pdl=self.pdl)
 
     def _launch(self):
@@ -82,11 +83,10 @@ class FusedDecoder(CapturedDecoder):
             )  # fmt: skip
             self._normed(layer.post_attention_layernorm, mlp.gate_up_proj.weight, self.activated, gated=True)
             matvec(self.activated, mlp.down_proj.weight, hidden, residual=True, pdl=pdl, early=True)
-        self._normed(model.norm, self.model.lm_head.weight, self.logits[0])
-        greedy(self.logits[0], self.token, self.history, lengths, pdl=pdl)
+        self._normed(model.norm, self.model.lm_head.weight, self.logits[0], choice=self.choice)
 
-    def _normed(self, norm, weight, out, gated=False):
-        matvec(self.hidden, weight, out, gain=norm.weight, eps=norm.variance_epsilon, gated=gated, pdl=self.pdl)
+    def _normed(self, norm, weight, out, **options):
+        matvec(self.hidden, weight, out, gain=norm.weight, eps=norm.variance_epsilon, pdl=self.pdl, **options)
 
     def _run(self, num_steps):
         start = self.kv_cache.cur_pos

@@ -79,7 +79,7 @@ def test_a_range_names_the_work_launched_inside_it_and_the_innermost_wins():
 
 def test_matrix_products_of_a_captured_graph_are_told_apart_by_their_order():
     names = ["nvjet_qkv", "_rope_attention_kernel", "gemvx_o", "splitKreduce_kernel", "gemm_gate_up", "gemm_down"] * 2
-    names += ["_matvec_kernel", "_greedy_kernel"]
+    names += ["_matvec_kernel", "_embed_kernel"]
     trace = [kernel(name, 10 * i, 1 + i, correlation=1) for i, name in enumerate(names * 2)]
     trace = [{**e, "dur": 1.0} for e in trace]
     groups = digest(trace, steps=2, num_layers=2).groups

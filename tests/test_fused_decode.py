@@ -18,7 +18,7 @@ from kernels.fused_decode_wrapper import (
     attention_config,
     attention_workspace,
     embed,
-    greedy,
+    greedy_choice,
     matvec,
     matvec_config,
     pdl_supported,
@@ -213,31 +213,42 @@ def test_embed(device):
 NAN, INF = float("nan"), float("inf")
 GREEDY_CASES = {
     "largest": ({3: 2.0, 40: 1.0}, 3),
-    "tie-takes-the-lowest": ({500: 3.0, 32000: 3.0}, 500),
-    "tie-within-a-block": ({5: 3.0, 256: 3.0}, 5),
-    "last": ({32063: 1.0}, 32063),
-    "nan-gives-no-token": ({20000: NAN, 3: 5.0}, 32064),
-    "nan-after-and-before-inf": ({16384 + 9: NAN, 9: INF, 3: INF}, 32064),
-    "inf": ({9000: INF}, 9000),
+    "tie-takes-the-lowest": ({50: 3.0, 320: 3.0}, 50),
+    "tie-within-a-tile": ({5: 3.0, 6: 3.0}, 5),
+    "last": ({332: 1.0}, 332),
+    "negative-below-zero": ({0: -2.0, 1: -1.0, 2: -3.0}, {0.0: 3, -INF: 1}),
+    "zeros-are-equal": ({7: -0.0, 8: 0.0}, {0.0: 0, -INF: 7}),
+    "nan-gives-no-token": ({200: NAN, 3: 5.0}, 333),
+    "negative-nan": ({200: -NAN, 3: INF}, 333),
+    "nan-after-and-before-inf": ({164: NAN, 9: INF, 3: INF}, 333),
+    "inf": ({90: INF}, 90),
     "all-equal": ({}, 0),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fill", [0.0, -INF], ids=["zeros", "minus-inf"])
 @pytest.mark.parametrize("case", GREEDY_CASES)
-def test_greedy(case, fill, dtype, device):
+def test_greedy_choice(case, fill, dtype, device):
+    """x picks the weight's first column, which holds the logits; a second step finds the scratch as the first did."""
     values, expected = GREEDY_CASES[case]
-    logits = torch.full((32064,), fill, dtype=dtype, device=device)
+    expected = expected[fill] if isinstance(expected, dict) else expected
+    weight = torch.zeros(333, 16, dtype=dtype, device=device)
+    weight[:, 0] = fill
     for index, value in values.items():
-        logits[index] = value
+        weight[index, 0] = value
+    x = torch.eye(16, dtype=dtype, device=device)[0]
     token = torch.tensor([-1], device=device)
     history = torch.full((8,), -1, device=device)
     lengths = torch.tensor([5], dtype=torch.int32, device=device)
-    greedy(logits, token, history, lengths)
-    assert token.item() == expected
-    assert history.tolist() == [-1] * 5 + [expected] + [-1] * 2
-    assert lengths.item() == 6
+    choice = greedy_choice(token, history, lengths)
+    logits = torch.empty(333, dtype=dtype, device=device)
+    for step, config in enumerate((MatvecConfig(4, 16, 4, 5), MatvecConfig(32, 16, 4))):
+        matvec(x, weight, logits, config=config, choice=choice)
+        assert torch.equal(logits.nan_to_num(7), weight[:, 0].nan_to_num(7)), "the logits are still there"
+        assert token.item() == expected
+        assert history.tolist() == [-1] * 5 + [expected] * (step + 1) + [-1] * (2 - step)
+        assert lengths.item() == 6 + step
 
 
 def test_wrong_arguments_are_named(device):
@@ -305,14 +316,14 @@ with compile_only(capability) as compiled:
     matvec(e(3072), e(3072, 3072), e(3072), residual=True, pdl=pdl)
     matvec(e(3072), e(16384, 3072), e(8192), gain=e(3072), eps=1e-5, gated=True, pdl=pdl)
     matvec(e(8192), e(3072, 8192), e(3072), residual=True, pdl=pdl)
-    matvec(e(3072), e(32064, 3072), e(32064), gain=e(3072), eps=1e-5, pdl=pdl)
+    choice = greedy_choice(e(1, dtype=torch.int64), e(4096, dtype=torch.int64), e(1, dtype=torch.int32))
+    matvec(e(3072), e(32064, 3072), e(32064), gain=e(3072), eps=1e-5, pdl=pdl, choice=choice)
     for length in (256, 1024, 4096):
         workspace = attention_workspace(32, 96, length, torch.float16, torch.device("cpu"), pdl=pdl)
         ahead = Prefetch(e(16384, 3072), 4 << 20) if pdl else None
         rope_attention(e(9216), e(length, 48, dtype=torch.float32), e(length, 48, dtype=torch.float32),
                        e(1, dtype=torch.int32), e(32, length, 96), e(32, length, 96), e(3072), workspace,
                        pdl=pdl, prefetch=ahead)
-    greedy(e(32064), e(1, dtype=torch.int64), e(4096, dtype=torch.int64), e(1, dtype=torch.int32), pdl=pdl)
 for kernel in compiled:
     lines = [line for line in kernel.ptx.splitlines() if "ld.global" in line or "griddepcontrol.wait" in line]
     kinds = ["W" if "wait" in line else "s" if "evict_first" in line else "." for line in lines]
@@ -330,7 +341,7 @@ def test_code_generation(capability):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-2000:]
     kernels = re.findall(r"KERNEL (\w+) (\d+) (\S+) (\w+)", result.stdout)
-    assert len(kernels) == 9
+    assert len(kernels) == 8
     for name, spill_bytes, loads, wide in kernels:
         assert int(spill_bytes) == 0, f"{name} spills {spill_bytes} bytes per thread"
         assert ("W" in loads) == (capability == "9.0"), f"{name}: {loads}"
