@@ -97,7 +97,7 @@ def main():
     torch.manual_seed(args.seed)
     tokenizer = load_tokenizer(args.model_path)
     input_ids = encode(tokenizer, args.prompt)
-    model = load_model(args.model_path, dtype=dtype, device=device)
+    model = load_model(args.model_path, dtype=dtype, device=device, seed=args.seed)
     input_ids = input_ids.to(device)
     kv_cache = KVCache.from_config(model.config, args.max_seq_len, dtype=dtype, device=device)
     kv_cache.check_fits(input_ids.shape[1] + args.new_tokens - 1)

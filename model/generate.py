@@ -61,11 +61,11 @@ def generate(
     model, input_ids, max_new_tokens, *, path="triton", kv_cache=None, eos_token_ids=None, on_token=None,
     attention_mask=None, sampler=None, decoder=None,
 ):  # fmt: skip
-    """Continue ``input_ids`` [B, S] by up to ``max_new_tokens``; return the new ids [B, N] int64 on the CPU.
+    """Continue ``input_ids`` [B, S] by up to ``max_new_tokens``; return the new ids [B, N] int64.
 
     path: the rung (see PATHS). kv_cache: an empty cache to use; without one a cache of the needed size is made.
     eos_token_ids: ids that end a sequence (kept in the result); None takes all of the checkpoint's, () none. A sequence
-    that has ended is filled up with its end token while others go on. on_token: called with the ids [B] of every step.
+    that has ended is filled up with its end token while others go on. on_token: called with each step's ids [B] (CPU).
     attention_mask: [B, S], for prompts padded on one side (not across longrope's border). sampler: a function
     ``(ids [B, L], logits [B, vocab]) -> [B]``; greedy without. decoder: one made by ``make_decoder`` for this model and
     ``kv_cache``, to reuse a captured graph.
@@ -168,12 +168,12 @@ class _Loop:
     def new_ids(self):
         """[B, N] of what was accepted."""
         if not self.columns:
-            return torch.empty(self.input_ids.shape[0], 0, dtype=torch.long)
-        return torch.stack(self.columns, dim=1)
+            return self.input_ids[:, :0]
+        return torch.stack(self.columns, dim=1).to(self.input_ids.device)
 
     def all_ids(self):
         """Prompt and accepted ids [B, L] on the model's device."""
-        return torch.cat((self.input_ids, self.new_ids().to(self.input_ids.device)), dim=1)
+        return torch.cat((self.input_ids, self.new_ids()), dim=1)
 
     def prefill_again(self):
         """Logits of the whole sequence so far, computed into the emptied cache."""

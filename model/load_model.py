@@ -82,7 +82,7 @@ PRESETS = {
 
 
 def load_model(
-    path=None, *, dtype=None, device=None, device_map=None, trust_remote_code=False, attn_implementation=None
+    path=None, *, dtype=None, device=None, device_map=None, trust_remote_code=False, attn_implementation=None, seed=None
 ):
     """The Hugging Face ``Phi3ForCausalLM`` at ``path``, in eval mode, without gradients.
 
@@ -90,7 +90,8 @@ def load_model(
     ``config.MODEL_PATH``. dtype: torch.dtype or its name, default ``config.DTYPE``; never the checkpoint's, so that
     every transformers version gives the same. device: default ``config.DEVICE``. device_map: handed to transformers
     (``"auto"`` offloads what does not fit; only Hugging Face's own loop can run such a model). trust_remote_code: run
-    the checkpoint's own ``modeling_phi3.py``.
+    the checkpoint's own ``modeling_phi3.py``. seed: of random weights, default
+    ``config.SEED``.
 
     Raises ValueError, in one line, where the path is no Phi-3 checkpoint, this transformers cannot read it, or its
     weights do not fit the free memory of the device.
@@ -102,7 +103,7 @@ def load_model(
     if device_map is None:
         _check_fits(model_config, dtype, device, path)
     if path.startswith("random:"):
-        model = _random_model(model_config, dtype, device, attn_implementation)
+        model = _random_model(model_config, dtype, device, attn_implementation, settings.SEED if seed is None else seed)
     else:
         model = _checkpoint_model(path, model_config, dtype, device, device_map, trust_remote_code, attn_implementation)
     return model.eval().requires_grad_(False)
@@ -233,14 +234,14 @@ def _resolve_dtype(dtype, device):
     return cli.resolve_dtype(name, device)
 
 
-def _random_model(model_config, dtype, device, attn_implementation):
-    """Weights drawn on the device in the dtype (no float32 copy, nothing through the CPU), seeded by config.SEED."""
+def _random_model(model_config, dtype, device, attn_implementation, seed):
+    """Weights drawn on the device in the dtype: no float32 copy, nothing through the CPU."""
     options = {DTYPE_KEYWORD: dtype}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.device(device):
-        torch.manual_seed(settings.SEED)
+        torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(model_config, **options)
 
 

@@ -13,7 +13,7 @@ from model.rope import rotary_tables
 
 @torch.no_grad()
 def hf_generate(model, input_ids, max_new_tokens, *, attention_mask=None, eos_token_ids=(), cache="dynamic", **options):
-    """Greedy ``model.generate`` -> (new ids [B, N] on the CPU, logits [B, N, vocab] float32 of every step).
+    """Greedy ``model.generate`` -> (new ids [B, N], logits [B, N, vocab] float32 of every step).
 
     cache: "dynamic" (DynamicCache) or "static" (StaticCache with the compiled forward). eos_token_ids: () for exactly
     ``max_new_tokens`` tokens. Further keywords go to ``generate``.
@@ -33,7 +33,7 @@ def hf_generate(model, input_ids, max_new_tokens, *, attention_mask=None, eos_to
         output_logits=True,
         **options,
     )
-    return output.sequences[:, input_ids.shape[1] :].cpu(), torch.stack([x.float() for x in output.logits], dim=1)
+    return output.sequences[:, input_ids.shape[1] :], torch.stack([x.float() for x in output.logits], dim=1)
 
 
 class _SdpaDecoder:

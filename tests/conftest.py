@@ -10,9 +10,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+import torch.utils._device
 
 import kernels  # noqa: F401  before anything that imports triton
 import model  # noqa: F401  before anything that imports transformers (see there)
+
+# `with torch.device("cuda")` looks up the functions it redirects once and remembers them: before any is replaced below.
+torch.utils._device._device_constructors()
 
 
 def pytest_collection_modifyitems(items):

@@ -62,3 +62,25 @@ def test_a_saved_checkpoint_generates_what_hugging_face_does(name, tmp_path):
     assert torch.equal(out, recomputed_generation(loaded, ids, 10)[0])
     if "rope_scaling" not in FAMILY[name] and FAMILY[name].get("sliding_window") is None:
         assert torch.equal(out, hf_generate(loaded, ids, 10)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["cat", "prealloc", "triton", "graph", "fused"])
+@pytest.mark.parametrize(
+    "fields, length",
+    [
+        ({"sliding_window": 2047}, 2040),
+        (
+            {"rope_scaling": LONGROPE, "original_max_position_embeddings": 4096, "max_position_embeddings": 131072},
+            4090,
+        ),
+    ],
+    ids=["window-2047", "longrope-4096"],
+)
+def test_the_borders_at_their_real_place(fields, length, path):
+    """Across the window of Phi-3-mini-4k and the longrope border of the 128k models, too long for the interpreter."""
+    model = tiny_model(**fields)
+    ids = prompt(length)
+    expected, expected_logits = recomputed_generation(model, ids, 12)
+    assert torch.equal(generate(model, ids, 12, path=path, eos_token_ids=()), expected)
+    assert torch.allclose(forced_logits(model, ids, expected, path=path), expected_logits, atol=1e-3)

@@ -246,7 +246,7 @@ def test_sampling_equals_hugging_faces(path, options):
     expected = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=True, eos_token_id=None, pad_token_id=0,
         **({"top_k": 0, "top_p": 1.0, "temperature": 1.0} | options),
-    )[:, 9:].cpu()  # fmt: skip
+    )[:, 9:]  # fmt: skip
     torch.manual_seed(3)
     out = generate(model, ids, 16, path=path, eos_token_ids=(), sampler=make_sampler(**options))
     assert torch.equal(out, expected)

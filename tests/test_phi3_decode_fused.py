@@ -42,7 +42,7 @@ def test_tokens_equal_hugging_faces(shape, device):
     ids = prompt(13).to(device)
     expected, expected_logits = hf_generate(model, ids, 5)
     cache = poisoned_cache(model, 24)
-    assert torch.equal(generate(model, ids, 5, path="fused", kv_cache=cache, eos_token_ids=()), expected.cpu())
+    assert torch.equal(generate(model, ids, 5, path="fused", kv_cache=cache, eos_token_ids=()), expected)
     assert cache.cur_pos == cache.lengths.item() == 13 + 4, "the last token is never written"
     assert torch.isnan(cache.k[..., 17:, :]).all() and torch.isfinite(cache.k[..., :17, :]).all()
     cache.reset()
@@ -65,7 +65,7 @@ def test_longrope_below_at_above_and_across_the_border(length, device):
     model = longrope_model(device=device, **SMALL)
     ids = prompt(length).to(device)
     expected, expected_logits = recomputed_generation(model, ids, 5)
-    assert torch.equal(generate(model, ids, 5, path="fused", eos_token_ids=()), expected.cpu())
+    assert torch.equal(generate(model, ids, 5, path="fused", eos_token_ids=()), expected)
     assert torch.allclose(forced_logits(model, ids, expected, path="fused"), expected_logits, atol=1e-4)
 
 

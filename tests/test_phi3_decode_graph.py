@@ -53,7 +53,7 @@ def test_generation_equals_recomputation(path):
     model = tiny_model(device="cuda", sliding_window=11)
     ids = prompt(9).cuda()
     expected, _ = recomputed_generation(model, ids, 40)
-    assert torch.equal(generate(model, ids, 40, path=path, eos_token_ids=()), expected.cpu())
+    assert torch.equal(generate(model, ids, 40, path=path, eos_token_ids=()), expected)
 
 
 @pytest.mark.gpu
@@ -63,7 +63,7 @@ def test_longropes_border(path, length):
     model = longrope_model(device="cuda")
     ids = prompt(length).cuda()
     expected, _ = recomputed_generation(model, ids, 14)
-    assert torch.equal(generate(model, ids, 14, path=path, eos_token_ids=()), expected.cpu())
+    assert torch.equal(generate(model, ids, 14, path=path, eos_token_ids=()), expected)
 
 
 @pytest.mark.gpu
@@ -112,7 +112,7 @@ def test_two_models_alive_at_once(path):
         for decoder, chosen in zip(decoders, tokens, strict=True):
             chosen.append(decoder.step(chosen[-1]).argmax(-1))
     for expected, chosen in zip(alone, tokens, strict=True):
-        assert torch.equal(torch.stack(chosen, dim=1).cpu(), expected)
+        assert torch.equal(torch.stack(chosen, dim=1), expected)
 
 
 @pytest.mark.gpu
@@ -126,7 +126,7 @@ def test_batch_with_padding():
         ids[row, 15 - n :], mask[row, 15 - n :] = p[0], 1
         expected.append(recomputed_generation(model, p.cuda(), 12)[0][0])
     out = generate(model, ids.cuda(), 12, path="graph", attention_mask=mask.cuda(), eos_token_ids=())
-    assert torch.equal(out, torch.stack(expected).cpu())
+    assert torch.equal(out, torch.stack(expected))
 
 
 @pytest.mark.gpu

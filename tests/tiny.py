@@ -71,11 +71,11 @@ def recomputed_logits(model, ids):
 
 @torch.no_grad()
 def recomputed_generation(model, ids, new_tokens):
-    """Greedy generation by R2 -> (new ids [B, N] on the CPU, logits [B, N, vocab])."""
+    """Greedy generation by R2 -> (new ids [B, N], logits [B, N, vocab])."""
     tokens, logits = [], []
     for _ in range(new_tokens):
         step = recomputed_logits(model, ids)
         logits.append(step)
         tokens.append(step.argmax(dim=-1))
         ids = torch.cat((ids, tokens[-1][:, None]), dim=1)
-    return torch.stack(tokens, dim=1).cpu(), torch.stack(logits, dim=1)
+    return torch.stack(tokens, dim=1), torch.stack(logits, dim=1)
