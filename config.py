@@ -38,8 +38,9 @@ SEED = 0
 
 # --- Kernels ---------------------------------------------------------------------------------------------------------
 
-# Key positions that the decode kernel loads per step of its loop: a power of two from 16 to 256. On small GPUs (an RTX
-# 4060, say) 128 spills registers at head_dim 96 and 64 does not: benchmarks/kernel_resources.py shows it.
+# The most key positions that the decode kernel loads per step of its loop: a power of two from 16 to 256. The kernel
+# takes 64 for long caches, 32 for short ones, fewer where more would spill registers, and never more than this:
+# kernels/decode_attention_wrapper.py, choose_launch; benchmarks/kernel_resources.py shows what each value costs.
 BLOCK_T = 64
 
 # --- Measuring -------------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def _sum_accumulators(acc, rescale, OUT_ROWS: tl.constexpr):
 def _attend(
     q_lo, q_hi, k_ptr, v_ptr, first, end, zero, scale_log2e, stride_kt, stride_vt,
     D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, BLOCK_H: tl.constexpr, OUT_ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr, WARPS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to positions [first, end) of one KV head: the softmax state of the first OUT_ROWS query rows.
 
@@ -210,6 +210,9 @@ def _attend(
     acc_lo = tl.zeros([WARPS, BLOCK_H, D_LO], tl.float32)
     acc_hi = tl.zeros([WARPS, BLOCK_H, D_HI if D_HI else D_LO], tl.float32)
     offs_t = tl.arange(0, WARPS)[:, None] * (BLOCK_T // WARPS) + tl.arange(0, BLOCK_T // WARPS)[None, :] + zero
+    # Offsets within a tile are int32, half the registers, unless positions lie more than 2^31 / BLOCK_T elements apart.
+    if WIDE_OFFSETS:
+        stride_kt, stride_vt = tl.cast(stride_kt, tl.int64), tl.cast(stride_vt, tl.int64)
     k_offset, v_offset = offs_t * stride_kt, offs_t * stride_vt
     for tile_start in tl.range(first, end, BLOCK_T, num_stages=NUM_STAGES):
         mask_t = tile_start + offs_t < end  # [WARPS, BLOCK_T // WARPS]
@@ -308,7 +311,7 @@ def _attend_piece(
     Hq: tl.constexpr, ITEMS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
     OUT_ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
-    WARPS: tl.constexpr, PREFETCH: tl.constexpr, NUM_STAGES: tl.constexpr,
+    WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr, PREFETCH: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles [tile, piece_end) of one item, whose tiles are [item_start, item_end) in the same numbers.
 
@@ -337,7 +340,7 @@ def _attend_piece(
     q_hi = _load_columns(q_rows, mask_h, D_LO, D_HI, D) if D_HI else q_lo
     running_max, running_sum, acc_lo, acc_hi = _attend(
         q_lo, q_hi, k_head_ptr, v_head_ptr, piece_first_position, piece_end_position, zero, scale_log2e,
-        stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS, NUM_STAGES,
+        stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS, WIDE_OFFSETS, NUM_STAGES,
     )  # fmt: skip
 
     offs_h = tl.arange(0, OUT_ROWS) + zero
@@ -415,6 +418,7 @@ def _decode_attention_split_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
     WARPS: tl.constexpr,
+    WIDE_OFFSETS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     PREFETCH: tl.constexpr,
     SPLITS_PER_ITEM: tl.constexpr,
@@ -458,7 +462,7 @@ def _decode_attention_split_kernel(
             batch, item, 0, item_tiles, tile, piece_end, first, end, split, tile, share, extra, 0,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, ROWS, BLOCK_H, OUT_ROWS, BLOCK_R,
-            BLOCK_S, BLOCK_T, WARPS, PREFETCH, NUM_STAGES,
+            BLOCK_S, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES,
         )  # fmt: skip
         return
 
@@ -503,6 +507,6 @@ def _decode_attention_split_kernel(
             batch, item, item_start, item_end, tile, piece_end, first, end, program, program_start, share, extra, zero,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, ROWS, BLOCK_H, OUT_ROWS, BLOCK_R,
-            BLOCK_S, BLOCK_T, WARPS, PREFETCH, NUM_STAGES,
+            BLOCK_S, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES,
         )  # fmt: skip
         tile = piece_end

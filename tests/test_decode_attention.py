@@ -50,11 +50,16 @@ def as_cache_len(lengths, device):
     return lengths[0] if same else torch.tensor(lengths, dtype=torch.int32, device=device)
 
 
-def split_attention(q, k_cache, v_cache, cache_len, num_programs, *, block_t=16, **kwargs):
+def small_tiles(q, k_cache):
+    """The launch choice at tiles of 16 keys, a program for each if there are enough: many borders in few keys."""
+    (B, Hq, D), (Hkv, T_max) = q.shape, k_cache.shape[1:3]
+    choice = choose_launch(B, Hkv, Hq // Hkv, D, q.element_size(), T_max, device_info(q.device), block_t=16)
+    return choice._replace(min_tiles=1)
+
+
+def split_attention(q, k_cache, v_cache, cache_len, num_programs, **kwargs):
     """(out, lse) of the split kernel (0 programs: the single pass), in small tiles, with a workspace full of NaN."""
-    choice = choose_launch(
-        q.shape[1] // k_cache.shape[1], q.shape[2], q.element_size(), device_info(q.device), block_t=block_t
-    )
+    choice = small_tiles(q, k_cache)
     for workspace in wrapper._workspaces.get(q.device, ()):
         workspace.partial.fill_(float("nan"))
     result = decode_attention_with_lse(
@@ -257,7 +262,7 @@ def test_more_programs_than_keys(device):
 def test_least_share(device):
     """min_tiles keeps programs from starting for less; the answer is the same."""
     q, k_cache, v_cache = make_inputs(1, 2, 1, 32, 80, device=device)
-    choice = choose_launch(2, 32, 4, device_info(device), block_t=16)
+    choice = small_tiles(q, k_cache)
     every = [
         decode_attention_with_lse(
             q, k_cache, v_cache, 77, choice=choice._replace(min_tiles=min_tiles), num_programs=100
@@ -374,6 +379,29 @@ def test_out_is_written_through_its_strides(device):
     assert buffer[:, :, 64:].isnan().all()
 
 
+@pytest.mark.parametrize("num_programs", (0, 3))
+def test_positions_far_apart(num_programs):
+    """From one position to the next 2^28 elements: the ninth of a tile lies 2^31 from the first."""
+    run_python(
+        f"""
+import torch, kernels
+from kernels.decode_attention_wrapper import decode_attention_with_lse
+from tests.test_decode_attention import small_tiles
+T, D = 9, 64
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+storage = torch.empty(2**31 + 2 * D, dtype=torch.float16, device=device)
+k, v = (storage[i * D:].as_strided((1, 1, T, D), (0, 0, 2**28, 1)) for i in range(2))
+q, small_k, small_v = torch.randn(1, 2, D), *torch.randn(2, 1, 1, T, D)
+q, small_k, small_v = (x.half().to(device) for x in (q, small_k, small_v))
+k.copy_(small_k), v.copy_(small_v)
+choice = small_tiles(q, k)
+out, _ = decode_attention_with_lse(q, k, v, T, choice=choice, num_programs={num_programs})
+expected, _ = decode_attention_with_lse(q, small_k, small_v, T, choice=choice, num_programs={num_programs})
+assert torch.equal(out, expected)
+"""
+    )
+
+
 def run_python(code, **environment):
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
@@ -406,27 +434,51 @@ assert torch.equal(out[2:], decode_attention(q[2:], *small, lengths[2:]))
 # --- Launch choices and compilation ----------------------------------------------------------------------------------
 
 
+def launch_choice(num_kv_heads, group_size, head_dim, max_len, *, batch=1, dtype_bytes=2, device=H200, block_t=64):
+    return choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_len, device, block_t=block_t)
+
+
 def test_launch_choices():
     for device in (H200, NO_GPU, DeviceInfo((7, 5), 40, 65536)):
         for group_size in (1, 3, 4, 24, 32, 71, 128):
             for head_dim in (16, 96, 128, 256):
                 for dtype_bytes in (2, 4):
-                    choice = choose_launch(group_size, head_dim, dtype_bytes, device, block_t=128)
-                    assert 1 <= choice.rows <= min(32, group_size) and 16 <= choice.block_t <= 128
-    assert choose_launch(1, 96, 2, H200, block_t=64).block_t == 64
-    assert choose_launch(1, 96, 2, H200, block_t=16).block_t == 16
-    assert choose_launch(71, 96, 2, H200, block_t=64).rows == 24
+                    for max_len in (1, 100_000):
+                        choice = launch_choice(
+                            2, group_size, head_dim, max_len, dtype_bytes=dtype_bytes, device=device, block_t=128
+                        )
+                        assert 1 <= choice.rows <= min(32, group_size) and choice.block_t in (16, 32, 64)
+                        assert choice.num_warps in (1, 2, 4, 8) and 2 <= choice.num_stages <= 4
+    assert launch_choice(32, 1, 96, 131072, block_t=16).block_t == 16
+    assert launch_choice(1, 71, 64, 512).rows == 24
+
+
+@pytest.mark.parametrize(
+    "num_kv_heads, group_size, head_dim, expected",
+    (
+        (32, 1, 96, ((32, 2, 256), (32, 2, 256), (32, 2, 256), (64, 4, 256), (64, 4, 256))),
+        (8, 4, 128, ((32, 2, 64), (64, 4, 128), (64, 4, 128), (64, 4, 128), (64, 4, 128))),
+        (10, 4, 128, ((32, 2, 80), (64, 4, 130), (64, 4, 130), (64, 4, 130), (64, 4, 130))),
+    ),
+)
+def test_choices_of_the_measured_shapes(num_kv_heads, group_size, head_dim, expected):
+    """Tile, warps and programs at 512, 2048, 8192, 32768 and 131072 positions on an H200."""
+    for max_len, (block_t, num_warps, num_programs) in zip((512, 2048, 8192, 32768, 131072), expected, strict=True):
+        choice = launch_choice(num_kv_heads, group_size, head_dim, max_len)
+        assert (choice.block_t, choice.num_warps) == (block_t, num_warps), max_len
+        assert choose_num_programs(choice, 1, num_kv_heads, group_size, max_len, 132) == num_programs, max_len
 
 
 def test_number_of_programs():
-    mha = choose_launch(1, 96, 2, H200, block_t=64)
-    wave = 132 * mha.programs_per_sm
-    assert choose_num_programs(mha, 1, 32, 1, 131072, 132) == wave
-    assert choose_num_programs(mha, 1, 32, 1, 100, 132) == 32 * 2
-    assert choose_num_programs(mha, 1, 32, 1, 0, 132) == 32
-    assert choose_num_programs(mha, 64, 32, 1, 4096, 132) == wave
-    mqa = choose_launch(71, 64, 2, H200, block_t=64)
-    assert choose_num_programs(mqa, 1, 1, 71, 64, 132) == 3
+    choice = launch_choice(32, 1, 96, 8192)
+    assert (choice.block_t, choice.min_tiles, choice.programs_per_sm) == (32, 2, 2)
+    assert choose_num_programs(choice, 1, 32, 1, 0, 132) == 32, "somebody writes the zeros"
+    assert choose_num_programs(choice, 1, 32, 1, 64, 132) == 32, "two tiles are one program"
+    assert choose_num_programs(choice, 1, 32, 1, 65, 132) == 64
+    assert choose_num_programs(choice, 64, 32, 1, 4096, 132) == 264, "more heads than programs: equal shares"
+    assert choose_num_programs(choice, 1, 32, 1, 8192, 24) == 48, "32 of 48 would leave a third idle"
+    assert choose_num_programs(choice, 1, 32, 1, 8192, 108) == 192, "192 of 216 are whole splits"
+    assert choose_num_programs(launch_choice(1, 71, 64, 64), 1, 1, 71, 64, 132) == 3, "blocks of query heads"
 
 
 def test_head_dim_in_two_parts():
@@ -457,12 +509,15 @@ from kernels.decode_attention_wrapper import decode_attention, decode_attention_
 
 @pytest.mark.parametrize("capability", ((7, 5), (8, 0), (8, 9), (9, 0), (12, 0)), ids=str)
 def test_compiles_without_spills(capability):
-    """At the default tiles. Odd groups, and fp32 (for checking only), may keep a few values in memory."""
+    """At the default tiles, for a short and for a long cache. Odd groups, fp32 (for checking only) and, for a batch of
+    unequal lengths, what lives across the loop over items may keep a few values in memory; head_dim 256 on Turing many.
+    """
     run_python(
         AOT
         + f"""
 from kernels.device import SHARED_MEMORY
 capability = {capability}
+LENGTHS = torch.zeros(2, dtype=torch.int32)
 for Hq, Hkv, D, dtype, limit in (
     (32, 32, 96, torch.float16, 0),
     (32, 8, 128, torch.float16, 0),
@@ -471,15 +526,23 @@ for Hq, Hkv, D, dtype, limit in (
     (71, 1, 64, torch.float16, 32),
     (32, 32, 96, torch.float32, 32),
 ):
-    q, cache = torch.empty(1, Hq, D, dtype=dtype), torch.empty(1, Hkv, 512, D, dtype=dtype)
-    with compile_only(capability) as compiled:
-        decode_attention(q, cache, cache, 100)
-        if D in (96, 128):
-            decode_attention_with_lse(q, cache, cache, 100, num_programs=0)
-    assert compiled
-    for kernel in compiled:
-        assert kernel.shared_memory <= SHARED_MEMORY[capability], (Hq, Hkv, D, dtype, kernel[:5])
-        assert kernel.spill_bytes <= limit, (Hq, Hkv, D, dtype, kernel[:5])
+    if D == 256 and capability < (8, 0):
+        continue
+    for T_max in (64, 65536) if capability >= (8, 0) and dtype == torch.float16 else (64,):
+        q, cache = torch.empty(1, Hq, D, dtype=dtype), torch.empty(1, Hkv, 1, D, dtype=dtype).expand(-1, -1, T_max, -1)
+        queries, caches = q.expand(2, -1, -1), cache.expand(2, -1, -1, -1)
+        with compile_only(capability) as equal:
+            decode_attention(q, cache, cache, 40)
+            if D in (96, 128):
+                decode_attention_with_lse(q, cache, cache, 40, num_programs=0)
+        with compile_only(capability) as unequal:
+            if (Hq, D) in ((32, 96), (32, 128)) and capability >= (8, 0):
+                decode_attention(queries, caches, caches, LENGTHS)
+        assert equal
+        for kernel in (*equal, *unequal):
+            case = Hq, Hkv, D, dtype, T_max, kernel[:5]
+            assert kernel.shared_memory <= SHARED_MEMORY[capability], case
+            assert kernel.spill_bytes <= (limit if kernel in equal else limit + 32), case
 """,
         TRITON_INTERPRET="0",
     )
