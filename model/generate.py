@@ -9,10 +9,11 @@ import contextlib
 import torch
 
 from kv_cache.kv_layout import KVCache
+from model.load_model import check_weights_are_here
 from model.load_model import eos_token_ids as checkpoint_eos_token_ids
 from model.phi3_decode import CatDecoder, PreallocDecoder
 from model.phi3_decode_triton import TritonDecoder
-from model.phi3_prefill import prefill
+from model.phi3_prefill import check_mask, prefill
 from model.rope import longrope_border, same_factors_for_all
 
 PATHS = ("cat", "prealloc", "triton", "graph", "fused")
@@ -26,8 +27,10 @@ def make_decoder(path, model, kv_cache, **options):
     """The decoder of a rung: an object with ``step(token_ids [B]) -> logits [B, vocab]``.
 
     Those of "graph" and "fused" also have ``run(token_ids [B], num_steps) -> ids [B, num_steps]`` on the device:
-    greedy, without waiting for the host. ``options`` go to the decoder (fused: ``pdl``). ValueError: unknown path.
+    greedy, without waiting for the host. ``options`` go to the decoder (fused: ``pdl``). ValueError: unknown path, or
+    weights that are offloaded.
     """
+    check_weights_are_here(model)
     if path == "cat":
         return CatDecoder(model, kv_cache, **options)
     if path == "prealloc":
@@ -64,22 +67,28 @@ def generate(
     """Continue ``input_ids`` [B, S] by up to ``max_new_tokens``; return the new ids [B, N] int64.
 
     path: the rung (see PATHS). kv_cache: an empty cache to use; without one a cache of the needed size is made.
-    eos_token_ids: ids that end a sequence (kept in the result); None takes all of the checkpoint's, () none. A sequence
+    eos_token_ids: id or ids that end a sequence (kept in the result); None takes all the checkpoint's, () none. A sequence
     that has ended is filled up with its end token while others go on. on_token: called with each step's ids [B] (CPU).
     attention_mask: [B, S], for prompts padded on one side (not across longrope's border). sampler: a function
-    ``(ids [B, L], logits [B, vocab]) -> [B]``; greedy without. decoder: one made by ``make_decoder`` for this model and
-    ``kv_cache``, to reuse a captured graph.
+    ``(ids [B, L], logits [B, vocab]) -> [B]``; greedy without. decoder: one made by ``make_decoder`` for this model, to
+    reuse a captured graph; ``path`` has no say then, and its cache is the one used.
 
     Ctrl-C returns what was generated so far. ValueError for an empty prompt, or one that with its continuation does not
     fit the cache; RuntimeError for NaN logits.
     """
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids must be [B, S], got shape {list(input_ids.shape)}")
     B, S = input_ids.shape
-    if S == 0:
+    if B == 0 or S == 0:
         raise ValueError("the prompt is empty: at least one token is needed")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     # The last token is returned and never written.
     needed = S + max_new_tokens - 1
+    if decoder is not None:
+        if kv_cache not in (None, decoder.kv_cache):
+            raise ValueError("decoder was made for another cache than kv_cache: pass the one it was made for, or none")
+        kv_cache = decoder.kv_cache
     if kv_cache is None:
         dtype = model.model.embed_tokens.weight.dtype
         kv_cache = KVCache.from_config(model.config, needed, batch_size=B, dtype=dtype, device=input_ids.device)
@@ -91,6 +100,12 @@ def generate(
     kv_cache.check_fits(needed)
     if eos_token_ids is None:
         eos_token_ids = checkpoint_eos_token_ids(model)
+    elif isinstance(eos_token_ids, int):
+        eos_token_ids = (eos_token_ids,)
+    if attention_mask is not None:
+        check_mask(input_ids, attention_mask)
+        if bool(attention_mask.all()):
+            attention_mask = None  # nothing is padded
     if attention_mask is not None:
         lengths = attention_mask.sum(dim=1)
         same_factors_for_all(model.config, [int(lengths.min()), int(lengths.max()) + max_new_tokens - 1])

@@ -81,11 +81,15 @@ _tables_of_model = weakref.WeakKeyDictionary()
 
 
 def rotary_tables(model, max_seq_len):
-    """RotaryTables of a Hugging Face model for caches of ``max_seq_len`` positions, made once per model and length."""
+    """RotaryTables of a Hugging Face model for caches of ``max_seq_len`` positions, made once per model.
+
+    Their length is the next power of two, so that a cache of its own size for each prompt makes a few of them, not one
+    each. None is ever dropped: a captured CUDA graph holds the address of the one it was captured with.
+    """
     tables = _tables_of_model.setdefault(model, {})
-    key = max_seq_len, model.device
+    key = 1 << (max_seq_len - 1).bit_length(), model.device
     if key not in tables:
-        tables[key] = RotaryTables(model.config, max_seq_len, model.device)
+        tables[key] = RotaryTables(model.config, *key)
     return tables[key]
 
 

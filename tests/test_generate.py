@@ -139,6 +139,14 @@ def test_padded_batch_on_the_cat_rung_or_across_the_border_is_refused():
         generate(longrope_model(), ids, 12, attention_mask=mask, eos_token_ids=())
 
 
+def test_a_mask_of_ones_pads_nothing():
+    """So it may cross longrope's border, as without a mask."""
+    model, ids = longrope_model(), prompt(10, batch=2)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    expected, _ = recomputed_generation(model, ids, 12)
+    assert torch.equal(generate(model, ids, 12, attention_mask=mask, eos_token_ids=()), expected)
+
+
 def test_written_positions_step_by_step():
     """Prompt 9, 5 new tokens: slots 0 to 8, then 9, 10, 11, 12, each once and nothing behind."""
     model = tiny_model()
@@ -199,6 +207,21 @@ def test_a_used_or_wrong_cache_is_refused():
         generate(model, prompt(4, batch=2), 2, kv_cache=cache)
 
 
+def test_a_reused_decoder_brings_its_cache():
+    model = tiny_model()
+    cache = poisoned_cache(model, 32)
+    decoder = make_decoder("triton", model, cache)
+    for seed in (1, 2):
+        ids = prompt(6, seed=seed)
+        cache.reset()
+        out = generate(model, ids, 5, decoder=decoder, eos_token_ids=())
+        assert torch.equal(out, generate(model, ids, 5, eos_token_ids=()))
+    with pytest.raises(ValueError, match="holds 10 positions"):
+        generate(model, ids, 5, decoder=decoder)
+    with pytest.raises(ValueError, match="decoder was made for another cache"):
+        generate(model, ids, 5, decoder=decoder, kv_cache=poisoned_cache(model, 32))
+
+
 @pytest.mark.parametrize("path", EAGER_PATHS)
 def test_stops_at_any_of_several_end_tokens(path):
     model = tiny_model()
@@ -209,6 +232,7 @@ def test_stops_at_any_of_several_end_tokens(path):
     seen = []
     out = generate(model, ids, 20, path=path, eos_token_ids=(95, end), on_token=lambda t: seen.append(t.item()))
     assert out[0].tolist() == free[: first + 1] == seen
+    assert torch.equal(generate(model, ids, 20, path=path, eos_token_ids=end), out)
 
 
 def test_a_finished_sequence_is_filled_while_others_go_on():
@@ -301,9 +325,21 @@ def test_ctrl_c_keeps_what_was_generated():
     assert out[0].tolist() == seen and len(seen) == 4
 
 
+def test_offloaded_weights_are_refused():
+    with torch.device("meta"):
+        model = type(tiny_model())(tiny_model().config)
+    cache = poisoned_cache(tiny_model(), 8)
+    with pytest.raises(ValueError, match="weight .*embed_tokens.* is offloaded"):
+        make_decoder("triton", model, cache)
+
+
 def test_arguments_out_of_range():
     with pytest.raises(ValueError, match="the prompt is empty"):
         generate(tiny_model(), prompt(0), 3)
+    with pytest.raises(ValueError, match=r"input_ids must be \[B, S\], got shape \[3\]"):
+        generate(tiny_model(), prompt(3)[0], 3)
+    with pytest.raises(ValueError, match=r"attention_mask must be \[1, 3\], got \[1, 5\]"):
+        generate(tiny_model(), prompt(3), 3, attention_mask=torch.ones(1, 5))
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
         generate(tiny_model(), prompt(3), 0)
     with pytest.raises(ValueError, match="path must be one of cat, prealloc, triton, graph, fused, got 'fast'"):

@@ -89,3 +89,46 @@ def test_errors_leave_the_cache_alone():
     with pytest.raises(ValueError, match=r"attention_mask must be \[1, 3\], got \[1, 2\]"):
         prefill(model, prompt(3), cache, attention_mask=mask[:, :2])
     assert cache.cur_pos == 0 and torch.isnan(cache.k).all()
+
+
+def test_a_prompt_padded_in_every_row_loses_those_columns():
+    """Padded to a multiple of 8, say: the cache holds what is left."""
+    model = tiny_model()
+    ids, mask = torch.zeros(2, 1, 12, dtype=torch.long, device=DEVICE)
+    ids[0, 4:], mask[0, 4:] = prompt(8)[0], 1
+    cache = make_cache(model, 20)
+    logits = prefill(model, ids, cache, attention_mask=mask)
+    assert torch.allclose(logits, recomputed_logits(model, prompt(8)), atol=1e-4)
+    assert cache.cur_pos == 8 and cache.lengths.tolist() == [8]
+
+
+def test_a_second_prefill_across_longropes_border_is_refused():
+    """Border 16: the keys of the first part have the short factors, and logits on them would be off by 5."""
+    model = longrope_model()
+    cache = make_cache(model, 40)
+    prefill(model, prompt(10), cache)
+    with pytest.raises(ValueError, match="positions 10 to 19 cross longrope's border 16"):
+        prefill(model, prompt(10), cache)
+    assert cache.cur_pos == 10
+    prefill(model, prompt(6), cache)
+    cache.reset()
+    ids = prompt(30)
+    prefill(model, ids[:, :20], cache)
+    assert torch.allclose(prefill(model, ids[:, 20:], cache), recomputed_logits(model, ids), atol=1e-4)
+
+
+def test_what_a_prefill_cannot_follow_or_fill_is_refused():
+    model = tiny_model()
+    cache = make_cache(model, 20, batch_size=2)
+    mask = torch.ones(2, 5, dtype=torch.long, device=DEVICE)
+    mask[1, 0] = 0
+    for wrong in (mask * 2, torch.where(mask == 0, float("-inf"), 0.0)):
+        with pytest.raises(ValueError, match="attention_mask must hold 1 for tokens and 0 for padding"):
+            prefill(model, prompt(5, batch=2), cache, attention_mask=wrong)
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+        prefill(model, prompt(5, batch=2), cache, chunk_size=0)
+    prefill(model, prompt(5, batch=2), cache, attention_mask=mask)
+    with pytest.raises(ValueError, match="kv_cache holds padded sequences"):
+        prefill(model, prompt(3, batch=2), cache)
+    with pytest.raises(ValueError, match="kv_cache has 3 layers, the model 2"):
+        prefill(tiny_model(num_hidden_layers=2), prompt(3), make_cache(model, 8))

@@ -12,6 +12,7 @@ from model.rope import (
     inverse_frequencies,
     rope_cos_sin,
     rotary_dim,
+    rotary_tables,
     same_factors_for_all,
     uses_long_factors,
 )
@@ -126,3 +127,11 @@ def test_bfloat16_rotation_rounds_once():
     cos, sin = rope_cos_sin(tiny_model().config, torch.arange(3) + 5)
     once = apply_rope(x.bfloat16().float(), cos, sin).bfloat16()
     assert torch.equal(apply_rope(x.bfloat16(), cos, sin), once)
+
+
+def test_tables_of_many_cache_sizes_are_few():
+    """A cache made to measure for each prompt would otherwise leave tables behind for each length."""
+    model = tiny_model(max_position_embeddings=300)
+    tables = {id(rotary_tables(model, size)) for size in range(1, 301)}
+    assert len(tables) == 10, "1, 2, 4, ... 512"
+    assert all(len(rotary_tables(model, size).short[0]) >= size for size in (1, 2, 3, 64, 65, 300))
