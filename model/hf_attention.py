@@ -1,9 +1,9 @@
 """This project's attention inside any Hugging Face model: ``register()``, then ``attn_implementation="phi_triton"``.
 
 Prefill runs the flash kernel, a single new token the decode kernel, and what neither supports (padded batches, custom
-masks, dropout, other dtypes) PyTorch's SDPA with Hugging Face's own mask. Two interfaces of transformers are involved:
-AttentionInterface computes, AttentionMaskInterface says what is visible. Both are needed: a static cache hands over its
-whole length, and only the mask knows how much of it is written.
+masks, dropout, other dtypes or strides) PyTorch's SDPA with Hugging Face's own mask. Two interfaces of transformers
+take part: AttentionInterface computes, AttentionMaskInterface says what is visible. Both are needed: a static cache
+hands over its whole length, and only the mask knows how much of it is written.
 """
 
 import torch
@@ -75,12 +75,19 @@ def _is_plain(q_length, kwargs):
 def attention_forward(
     module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, is_causal=None, **kwargs
 ):
-    """query [B, Hq, S, D], key and value [B, Hkv, T, D] -> (out [B, S, Hq, D], None), as AttentionInterface asks."""
+    """query [B, Hq, S, D], key and value [B, Hkv, T, D] -> (out [B, S, Hq, D], None), as AttentionInterface asks.
+
+    ValueError for what changes the softmax itself (softcap, attention sinks), which SDPA would leave out silently.
+    """
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"attn_implementation={NAME!r} does not support this model's {name}: use 'eager'")
     S, T = query.shape[2], key.shape[2]
     lengths = attention_mask if attention_mask is not None and attention_mask.dtype == torch.int32 else None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     ours = (attention_mask is None or lengths is not None) and _is_supported(query, key, value, dropout, kwargs)
-    if ours and S == 1 and not (torch.is_grad_enabled() and query.requires_grad):
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if ours and S == 1 and not trains:
         cache_len = T if lengths is None else lengths.flatten()
         out = decode_attention(query[:, :, 0], key, value, cache_len, scale=scaling, window=sliding_window)[:, :, None]
     elif ours and (S > 1 or lengths is None):
@@ -100,10 +107,10 @@ def attention_forward(
 
 def _is_supported(query, key, value, dropout, kwargs):
     """Whether the kernels can do it; SDPA can do, or refuse, the rest."""
-    extras = ("position_bias", "softcap", "s_aux")
     return (
         dropout == 0.0
-        and all(kwargs.get(name) is None for name in extras)
+        and kwargs.get("position_bias") is None
+        and all(x.stride(-1) == 1 for x in (query, key, value))
         and query.dtype == key.dtype == value.dtype
         and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and 16 <= query.shape[-1] == value.shape[-1] <= 256

@@ -126,3 +126,39 @@ def test_dropout_and_float64_go_to_sdpa(calls):
     assert torch.allclose(out.transpose(1, 2), expected)
     hf_attention.attention_forward(module, q.float(), k.float(), v.float(), None, dropout=0.5)
     assert calls == {"flash": 0, "decode": 0}
+
+
+def plain_module(groups):
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = True, groups
+    return module
+
+
+@pytest.mark.parametrize("trained", ["q", "k", "v"])
+def test_one_query_with_gradients_takes_the_kernel_that_has_them(trained, calls):
+    """Whichever of the three asks: a frozen model with a trained prefix has gradients in its keys and values alone."""
+    tensors = {"q": torch.randn(1, 4, 1, 16), "k": torch.randn(1, 2, 5, 16), "v": torch.randn(1, 2, 5, 16)}
+    tensors = {name: x.to(DEVICE).requires_grad_(name == trained) for name, x in tensors.items()}
+    gradients = []
+    for forward in (
+        lambda: hf_attention.attention_forward(plain_module(2), *tensors.values(), None)[0].transpose(1, 2),
+        lambda: torch.nn.functional.scaled_dot_product_attention(*tensors.values(), enable_gqa=True),
+    ):
+        gradients.append(torch.autograd.grad(forward().square().sum(), tensors[trained])[0])
+    assert torch.allclose(*gradients, atol=1e-5) and calls == {"flash": 1, "decode": 0}
+
+
+@pytest.mark.parametrize("S", [1, 5])
+def test_a_last_dimension_that_is_not_contiguous_goes_to_sdpa(S, calls):
+    q, k = torch.randn(1, 4, 16, S, device=DEVICE).mT, torch.randn(1, 2, 16, 5, device=DEVICE).mT
+    out, _ = hf_attention.attention_forward(plain_module(2), q, k, k, None)
+    assert calls == {"flash": 0, "decode": 0}
+    expected, _ = hf_attention.attention_forward(plain_module(2), *(x.contiguous() for x in (q, k, k)), None)
+    assert torch.allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("extra", ["softcap", "s_aux"])
+def test_another_softmax_is_refused_not_left_out(extra):
+    q = torch.randn(1, 2, 3, 16, device=DEVICE)
+    with pytest.raises(ValueError, match=f"does not support this model's {extra}: use 'eager'"):
+        hf_attention.attention_forward(plain_module(1), q, q, q, None, **{extra: torch.ones(2)})
