@@ -67,7 +67,9 @@ def resolve_device(name):
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"DEVICE {name!r} is not a device; use auto, cpu, cuda or cuda:<index>") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"DEVICE {name!r} is not one to run on; use auto, cpu, cuda or cuda:<index>")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"DEVICE {name!r}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
     return device

@@ -61,21 +61,26 @@ CHOICES = {
     "BLOCK_T": (16, 32, 64, 128, 256),
 }
 MINIMUM = {"MAX_SEQ_LEN": 1, "NEW_TOKENS": 1, "SEED": 0, "WARMUP": 0, "ITERATIONS": 1}
-NAMES = tuple(name for name in list(globals()) if name.isupper() and name not in ("ROOT", "CHOICES", "MINIMUM"))
+LARGEST = 2**63 - 1  # what a torch seed or size can be
+NAMES = tuple(
+    name for name in list(globals()) if name.isupper() and name not in ("ROOT", "CHOICES", "MINIMUM", "LARGEST")
+)
 
 
 def check(name, value):
     """Return ``value`` converted to the type of setting ``name``; ValueError names the setting, value and limit."""
-    kind = type(globals()[name])
+    # Not the type of the value in this file, which is as free to be wrong as any: "512", 512.0, a Path.
+    whole = name in MINIMUM or name == "BLOCK_T"
     try:
-        value = kind(value)
+        value = int(str(value)) if whole else str(value)
     except ValueError:
-        expected = "a whole number" if kind is int else kind.__name__
-        raise ValueError(f"{name} must be {expected}, got {value!r}") from None
+        raise ValueError(f"{name} must be a whole number, got {value!r}") from None
     if name in CHOICES and value not in CHOICES[name]:
         raise ValueError(f"{name} must be one of {', '.join(map(str, CHOICES[name]))}, got {value!r}")
     if name in MINIMUM and value < MINIMUM[name]:
         raise ValueError(f"{name} must be at least {MINIMUM[name]}, got {value}")
+    if whole and value > LARGEST:
+        raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
     return value
 
 

@@ -35,6 +35,10 @@ def encode(tokenizer, prompt):
     """
     if not prompt.strip():
         raise cli.UsageError("PROMPT is empty: give at least one word")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise cli.UsageError("PROMPT is not text in this terminal's encoding (UTF-8, say)") from None
     text, special = prompt, True
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
@@ -73,8 +77,9 @@ def stream_generation(model, tokenizer, input_ids, args, kv_cache, sampler):
     streamer.end()
     # The first token comes from the prefill; the steps are what lies between the others.
     steps = len(times) - 1
-    ms = (times[-1] - times[0]) / steps * 1e3 if steps else float("nan")
-    return ids, torch.stack(logits, dim=1) if logits else None, ms
+    ms = (times[-1] - times[0]) / steps * 1e3 if steps > 0 else float("nan")
+    # Ctrl-C may come between the logits of a token and the token.
+    return ids, torch.stack(logits, dim=1)[:, : ids.shape[1]] if logits else None, ms
 
 
 def main():
@@ -105,6 +110,8 @@ def main():
 
     print(f"--- this project, path {args.path}")
     ids, logits, ms = stream_generation(model, tokenizer, input_ids, args, kv_cache, sampler)
+    if ids.shape[1] == 0:
+        raise KeyboardInterrupt  # generate keeps what there is: nothing yet, so nothing to compare
     print(f"--- {ids.shape[1]} tokens, {ms:.2f} ms per token\n")
 
     print("--- Hugging Face generate")

@@ -4,6 +4,8 @@ Layout ``[num_layers, 2, B, num_kv_heads, max_seq_len, head_dim]``: the position
 how decode attention reads them. The order of a step is append, get, and, once all layers are written, advance.
 """
 
+import math
+
 import torch
 
 
@@ -36,10 +38,18 @@ class KVCache:
     """
 
     def __init__(self, num_layers, num_kv_heads, head_dim, max_seq_len, *, batch_size=1, dtype, device):
+        shape = (num_layers, 2, batch_size, num_kv_heads, max_seq_len, head_dim)
+        if min(shape) < 1:
+            raise ValueError(f"a KV cache needs sizes of at least 1, got {list(shape)} (max_seq_len {max_seq_len})")
         self.max_seq_len = max_seq_len
-        self._storage = torch.empty(
-            num_layers, 2, batch_size, num_kv_heads, max_seq_len, head_dim, dtype=dtype, device=device
-        )
+        try:
+            self._storage = torch.empty(shape, dtype=dtype, device=device)
+        except RuntimeError:  # each device has its own words for "out of memory"
+            gib = math.prod(shape) * dtype.itemsize / 2**30
+            raise ValueError(
+                f"a KV cache of {max_seq_len} positions takes {gib:,.1f} GiB, which {device} cannot give: "
+                "lower MAX_SEQ_LEN"
+            ) from None
         self.k, self.v = self._storage[:, 0], self._storage[:, 1]
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.resets = 0

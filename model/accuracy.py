@@ -38,6 +38,9 @@ def judge(out, reference, native, *, factor=1.5, computed_in=None):
     dtype's rounding step is granted on top, since a native program can be exact by luck. computed_in: the dtype that
     both programs computed in, where ``out`` was widened since.
     """
+    if not out.shape == native.shape == reference.shape:
+        shapes = ", ".join(str(list(x.shape)) for x in (out, native, reference))
+        raise ValueError(f"out, native and reference must have one shape, got {shapes}")
     out64, native64, reference = out.double(), native.double(), reference.double()
     eps = torch.finfo(computed_in or out.dtype).eps
     if INTERPRETED and out.dtype == torch.bfloat16:

@@ -67,7 +67,7 @@ def generate(
     """Continue ``input_ids`` [B, S] by up to ``max_new_tokens``; return the new ids [B, N] int64.
 
     path: the rung (see PATHS). kv_cache: an empty cache to use; without one a cache of the needed size is made.
-    eos_token_ids: id or ids that end a sequence (kept in the result); None takes all the checkpoint's, () none. A sequence
+    eos_token_ids: id or ids that end a sequence (kept in the result); None takes the checkpoint's, () none. A sequence
     that has ended is filled up with its end token while others go on. on_token: called with each step's ids [B] (CPU).
     attention_mask: [B, S], for prompts padded on one side (not across longrope's border). sampler: a function
     ``(ids [B, L], logits [B, vocab]) -> [B]``; greedy without. decoder: one made by ``make_decoder`` for this model, to

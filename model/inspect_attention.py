@@ -7,6 +7,7 @@ every weight and every cached key and value has to be read once per token.
     python model/inspect_attention.py --model-path random:phi-3-mini-4k --bandwidth 4660
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -46,6 +47,8 @@ def main():
     arguments = cli.parser(__doc__, "MODEL_PATH", "DTYPE", "DEVICE", "MAX_SEQ_LEN")
     arguments.add_argument("--bandwidth", type=float, help="memory bandwidth in GB/s, e.g. 272 (RTX 4060)")
     args = arguments.parse_args()
+    if args.bandwidth is not None and not 0 < args.bandwidth < math.inf:
+        raise cli.UsageError(f"--bandwidth must be above 0 and finite, got {args.bandwidth:g}")
     cli.header("step 1", "inspect the attention of a Phi-3 checkpoint: shapes, bytes, bandwidth floor")
     device = cli.resolve_device(args.device)
     dtype = cli.resolve_dtype(args.dtype, device)

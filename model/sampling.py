@@ -1,5 +1,7 @@
 """Sampling for the generation loop, by transformers' own logits processors."""
 
+import math
+
 import torch
 from transformers import (
     LogitsProcessorList,
@@ -16,8 +18,10 @@ def make_sampler(*, temperature=1.0, top_k=None, top_p=None, seed=None):
     ``seed`` the draws have a generator of their own, else torch's global one is used, as Hugging Face does. ValueError
     for values out of range.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature must be above 0, got {temperature:g} (greedy decoding takes no sampler)")
+    if not 0 < temperature < math.inf:
+        raise ValueError(
+            f"temperature must be above 0 and finite, got {temperature:g} (greedy decoding takes no sampler)"
+        )
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:

@@ -80,6 +80,8 @@ def computing_in(model, dtype):
     finally:
         for handle in handles:
             handle.remove()
+        for module in list(kept):  # left over where a call raised (out of memory, Ctrl-C)
+            restore(module, None, None)
 
 
 @torch.no_grad()

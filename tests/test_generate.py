@@ -287,7 +287,12 @@ def test_sampling_with_a_seed_repeats_and_ignores_the_global_generator():
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"temperature": 0.0}, "temperature"), ({"top_p": 1.5}, "top_p"), ({"top_k": 0}, "top_k")],
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+    ],
 )
 def test_sampling_refuses_values_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
@@ -329,7 +334,7 @@ def test_offloaded_weights_are_refused():
     with torch.device("meta"):
         model = type(tiny_model())(tiny_model().config)
     cache = poisoned_cache(tiny_model(), 8)
-    with pytest.raises(ValueError, match="weight .*embed_tokens.* is offloaded"):
+    with pytest.raises(ValueError, match=r"weight .*embed_tokens.* is offloaded"):
         make_decoder("triton", model, cache)
 
 

@@ -129,3 +129,9 @@ def test_reset_starts_anew_in_the_same_memory():
     cache.reset()
     assert cache.cur_pos == 0 and cache.lengths.tolist() == [0, 0] and not cache.ragged
     assert cache.get(0)[0].shape[2] == 0 and cache.k.data_ptr() == address
+
+
+@pytest.mark.parametrize("positions, message", [(0, "sizes of at least 1"), (10**14, r"GiB, which cpu cannot give")])
+def test_a_cache_that_cannot_be_is_refused(positions, message):
+    with pytest.raises(ValueError, match=message):
+        KVCache(3, 2, 16, positions, dtype=torch.float32, device="cpu")

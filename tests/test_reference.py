@@ -57,3 +57,9 @@ def test_judge_fails_on_nan_dtype_and_excess():
     broken = native.clone()
     broken[3] = float("nan")
     assert not judge(broken, reference, native).ok
+
+
+def test_judge_refuses_shapes_that_would_broadcast():
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"one shape, got \[1, 3\], \[2, 3\], \[2, 3\]"):
+        judge(x[:1], x.double(), x)

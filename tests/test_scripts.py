@@ -136,6 +136,10 @@ BAD_INPUT = [
     ("run_baseline.py", {"BLOCK_T": "48"}, "BLOCK_T must be one of .*, got 48"),
     ("run_baseline.py", {"NEW_TOKENS": "many"}, "NEW_TOKENS must be a whole number, got 'many'"),
     ("run_baseline.py", {"DEVICE": "tpu9"}, "DEVICE 'tpu9'"),
+    ("run_baseline.py", {"DEVICE": "meta"}, "DEVICE 'meta' is not one to run on; use auto, cpu, cuda"),
+    ("run_baseline.py", {"SEED": str(2**70)}, "SEED must be at most 9223372036854775807"),
+    ("run_baseline.py", {"MODEL_PATH": "random:tiny", "PROMPT": "\udcff\udcfe"}, "PROMPT is not text"),
+    ("model/inspect_attention.py", {"MODEL_PATH": "random:tiny", "MAX_SEQ_LEN": str(10**14)}, "lower MAX_SEQ_LEN"),
     ("model/inspect_attention.py", {"MODEL_PATH": "tests"}, "not a checkpoint: it has no config.json"),
     ("model/validate_decode_attention_triton.py", {"DEVICE": "tpu9"}, "DEVICE 'tpu9'"),
 ]
@@ -144,7 +148,10 @@ BAD_INPUT = [
 @pytest.mark.parametrize(
     ("script", "settings", "message"),
     BAD_INPUT,
-    ids=[f"{Path(script).stem}-{list(settings.items())[-1]}" for script, settings, _ in BAD_INPUT],
+    ids=[
+        f"{Path(script).stem}-{list(settings.items())[-1]}".encode("ascii", "replace").decode()
+        for script, settings, _ in BAD_INPUT
+    ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(start, script, settings, message):
     assert_one_line_error(start(script, **settings), message)
@@ -163,6 +170,54 @@ def test_bad_flags(start, flag):
     result = start("run_baseline.py", *flag)
     assert_one_line_error(result, re.escape(flag[0]))
     assert result[1] == ""
+
+
+@pytest.mark.parametrize("bandwidth", ["0", "-5", "nan"])
+def test_a_bandwidth_that_is_none(start, bandwidth):
+    assert_one_line_error(start("model/inspect_attention.py", "--bandwidth", bandwidth), "--bandwidth must be above 0")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("NEW_TOKENS", "many", "NEW_TOKENS must be a whole number, got 'many'"),
+        ("MAX_SEQ_LEN", 512.0, r"MAX_SEQ_LEN must be a whole number, got 512\.0"),
+        ("SEED", None, "SEED must be a whole number, got None"),
+        ("DTYPE", None, "DTYPE must be one of auto, .*, got 'None'"),
+    ],
+)
+def test_a_wrong_value_in_the_file_itself(name, value, message, monkeypatch):
+    """Its type says nothing about what the setting should be."""
+    monkeypatch.setattr(config, name, value)
+    with pytest.raises(ValueError, match=message):
+        config.check(name, value)
+
+
+def test_right_values_in_the_file_of_another_type(monkeypatch):
+    assert config.check("NEW_TOKENS", "64") == 64
+    monkeypatch.setattr(config, "MODEL_PATH", Path("checkpoints/mine"))
+    assert config.check("MODEL_PATH", config.MODEL_PATH) == "checkpoints/mine"
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_ctrl_c_while_streaming(tokens, start, monkeypatch):
+    """Nothing generated: the usual exit code 130. Something: it is kept and compared, although the logits of one more
+    token had been there."""
+    from model.generate import _Loop
+
+    accept = _Loop.accept
+
+    def interrupted(self, ids):
+        if len(self.columns) == tokens and self.on_token is not None:
+            raise KeyboardInterrupt
+        return accept(self, ids)
+
+    monkeypatch.setattr(_Loop, "accept", interrupted)
+    code, stdout, stderr = start("run_baseline.py", "--model-path", "random:tiny", "--device", "cpu", PROMPT="ab")
+    if tokens:
+        assert code == 0 and "all 2 tokens equal" in stdout, stderr
+    else:
+        assert code == 130 and stderr.strip().endswith("interrupted")
 
 
 def test_the_flag_beats_the_environment(start):
