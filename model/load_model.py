@@ -121,7 +121,11 @@ def load_tokenizer(path=None, *, trust_remote_code=False):
     folder = _checkpoint_folder(path)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ValueError(f"MODEL_PATH {path!r} has no tokenizer (tokenizer.json); copy it from the original model")
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raises bare Exceptions, and transformers whatever it stumbles over
+        reason = " ".join(str(error).split())
+        raise ValueError(f"MODEL_PATH {path!r}: its tokenizer cannot be read ({reason})") from None
 
 
 def load_config(path=None, *, trust_remote_code=False):
@@ -134,6 +138,8 @@ def load_config(path=None, *, trust_remote_code=False):
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"MODEL_PATH {path!r}: config.json is not JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"MODEL_PATH {path!r}: config.json is no JSON object but a {type(fields).__name__}")
     kind = fields.get("model_type")
     if kind != "phi3":
         architecture = ", ".join(fields.get("architectures") or ["no architecture named"])
@@ -283,7 +289,10 @@ def _checkpoint_model(path, model_config, dtype, device, device_map, trust_remot
 
 def _check_weight_files(folder, path):
     for index in folder.glob("*.index.json"):
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"MODEL_PATH {path!r}: {index.name} is no index of weight files; copy it anew") from None
         missing = sorted(name for name in shards if not (folder / name).exists())
         if missing:
             raise ValueError(

@@ -453,10 +453,22 @@ def bad_factor_list(folder):
     write_checkpoint(folder, rope_scaling=scaling)
 
 
+def json_list(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text("[]")
+
+
+def index_without_a_map(folder):
+    write_checkpoint(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda folder: None, "does not exist"),
+        (json_list, "no JSON object but a list"),
+        (index_without_a_map, "is no index of weight files"),
         (not_a_checkpoint, "no config.json"),
         (broken_json, "not JSON"),
         (another_architecture, "'llama' model (LlamaForCausalLM)"),
@@ -492,6 +504,14 @@ def test_missing_demo_says_how_to_build_it(monkeypatch, tmp_path):
 def test_no_tokenizer(tmp_path):
     with pytest.raises(ValueError, match="no tokenizer"):
         load_tokenizer(write_config(tmp_path / "model"))
+
+
+def test_broken_tokenizer(tmp_path):
+    folder = write_config(tmp_path / "model")
+    (folder / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(ValueError, match="its tokenizer cannot be read") as error:
+        load_tokenizer(folder)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", ["float64", torch.int8, "fp16"])
