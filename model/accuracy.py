@@ -14,6 +14,10 @@ from kernels import INTERPRETED
 # to one side. Measured there: up to 4 times SDPA's error, so the bar is this much wider, in the interpreter only.
 INTERPRETED_BFLOAT16_SLACK = 3.0
 
+# In float32 a GPU's exp2 instruction, good to two units in the last place, shows beside a library's exp: the kernels'
+# errors are 1 to 2 times SDPA's there in the norm, and up to 3 in the largest of few elements (measured on an H200).
+FLOAT32_FACTOR = 3.0
+
 
 class Accuracy(NamedTuple):
     """Errors against float64 of the tested and of the native program: largest absolute, and relative (Frobenius)."""
@@ -45,11 +49,13 @@ def judge(out, reference, native, *, factor=1.5, computed_in=None):
     eps = torch.finfo(computed_in or out.dtype).eps
     if INTERPRETED and out.dtype == torch.bfloat16:
         factor *= INTERPRETED_BFLOAT16_SLACK
+    if out.dtype == torch.float32 and computed_in is None:
+        factor = max(factor, FLOAT32_FACTOR)
     peak, norm = float(reference.abs().max()), float(reference.norm())
     max_error, native_max = (float((x - reference).abs().max()) for x in (out64, native64))
     error, native_error = (float((x - reference).norm()) for x in (out64, native64))
     # Written so that NaN fails.
-    ok = max_error <= factor * native_max + eps / 4 * peak and error <= factor * native_error + eps / 16 * norm
+    ok = max_error <= factor * native_max + eps / 2 * peak and error <= factor * native_error + eps / 16 * norm
     ok = ok and out.dtype == native.dtype and bool(torch.isfinite(out).all())
     relative = norm if norm > 0 else 1.0
     return Accuracy(ok, max_error, native_max, error / relative, native_error / relative)

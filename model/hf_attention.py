@@ -62,9 +62,13 @@ def _is_plain(q_length, kwargs):
     """Causal, at most with the config's sliding window (which reaches attention_forward by itself), nothing padded."""
     if kwargs.get("use_vmap") or kwargs.get("allow_is_bidirectional_skip") is not None:
         return False
-    # Packed sequences forbid the skip; one query on a compileable cache does too, though it is as plain as any.
+    # Packed sequences forbid the skip and change the mask function. Compileable caches forbid it as well (before
+    # transformers 5 for any number of queries), leave the function as it is, and are plain all the same.
     if not kwargs.get("allow_is_causal_skip", True) and q_length > 1:
-        return False
+        from transformers.masking_utils import causal_mask_function
+
+        if kwargs.get("mask_function") is not causal_mask_function:
+            return False
     local_size = kwargs.get("local_size")
     if local_size is not None and local_size != getattr(kwargs.get("config"), "sliding_window", None):
         return False
@@ -100,8 +104,9 @@ def attention_forward(
         if causal and (attention_mask is None or lengths is not None):
             attention_mask = _explicit_mask(S, T, lengths, sliding_window, query.device)
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
-        )
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+            is_causal=causal if attention_mask is None else None, **kwargs,
+        )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 

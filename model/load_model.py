@@ -25,7 +25,6 @@ VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 # What transformers' own Phi-3 does in this version. Where one of these is False, its generate is no reference there.
 HF_APPLIES_WINDOW = VERSION >= (4, 46)
-HF_REPREFILLS_AT_LONGROPE_SWITCH = VERSION >= (4, 45)
 
 # Phi-4-mini rotates three quarters of each head; older Phi3Config classes refuse its factor lists.
 PARTIAL_ROTARY_SINCE = (4, 49)

@@ -42,7 +42,10 @@ def poisoned_memory(monkeypatch):
     def poisoned(allocate):
         def call(*args, **kwargs):
             tensor = allocate(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+            if tensor.is_floating_point():
+                with torch.no_grad():
+                    tensor.fill_(float("nan"))
+            return tensor
 
         return call
 

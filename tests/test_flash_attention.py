@@ -320,7 +320,7 @@ def test_float32_is_full_precision(allow_tf32, device, monkeypatch):
     tensors = make_inputs(device, 1, 2, 1, 257, 257, 32, torch.float32)
     reference = with_gradients(attention_reference64, *tensors)
     for result, expected in zip(with_gradients(flash_attention, *tensors), reference, strict=True):
-        torch.testing.assert_close(result.double(), expected, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(result.double(), expected.double(), rtol=2e-5, atol=2e-5)
 
 
 def test_backward_is_deterministic(device):

@@ -295,13 +295,13 @@ def test_attention_config_covers_the_device_and_the_length():
     assert attention_config(32, 256, 4, 4096, 132).block_t == 16
 
 
-def test_prefetch_shares_are_whole_16_bytes_within_the_weight():
-    weight = torch.empty(64, 64, dtype=torch.float16)
+def test_prefetch_shares_are_whole_16_bytes_within_the_weight(device):
+    weight = torch.empty(64, 64, dtype=torch.float16, device=device)
     assert Prefetch(weight, 4096).share(3) == 672
     assert Prefetch(weight, 1 << 30).share(2) == 2048, "half of the weight, half of that per program"
     assert Prefetch(weight.flatten()[1:4001], 4096).share(2) == 0, "not aligned"
     with pytest.raises(ValueError, match="prefetch goes with pdl=True"):
-        matvec(torch.zeros(64).half(), weight, torch.zeros(64).half(), prefetch=Prefetch(weight, 64))
+        matvec(weight[0], weight, weight[1].clone(), prefetch=Prefetch(weight, 64))
 
 
 COMPILE = """

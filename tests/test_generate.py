@@ -5,7 +5,7 @@ import torch
 
 from kv_cache.kv_layout import KVCache
 from model.generate import generate, greedy, make_decoder
-from model.load_model import HF_APPLIES_WINDOW, HF_REPREFILLS_AT_LONGROPE_SWITCH
+from model.load_model import HF_APPLIES_WINDOW
 from model.phi3_decode import hf_generate
 from model.phi3_decode_triton import decode_step
 from model.phi3_prefill import prefill
@@ -91,7 +91,10 @@ def test_window_reaches_exactly_w_keys():
 @pytest.mark.parametrize("path", EAGER_PATHS)
 @pytest.mark.parametrize("length", [10, 15, 16, 17])
 def test_longrope_below_at_above_and_across_the_border(path, length, monkeypatch):
-    """Border 16. Stale keys after the crossing move the logits by 4.9; the cache is prefilled again exactly once."""
+    """Border 16. Stale keys after the crossing move the logits by 4.9; the cache is prefilled again exactly once.
+
+    Hugging Face's generate is no judge here: from 4.57 to 5.17 its tokens leave those of its own uncached forward.
+    """
     import model.generate as loop
 
     model = longrope_model()
@@ -103,8 +106,6 @@ def test_longrope_below_at_above_and_across_the_border(path, length, monkeypatch
     assert torch.allclose(logits, expected_logits, atol=1e-4)
     assert calls == ([length, 17] if length <= 16 else [length])
     assert torch.equal(generate(model, ids, 14, path=path, eos_token_ids=()), expected)
-    if HF_REPREFILLS_AT_LONGROPE_SWITCH:
-        assert torch.equal(hf_generate(model, ids, 14)[0], expected)
 
 
 def test_a_step_across_longropes_border_is_refused():

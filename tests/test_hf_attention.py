@@ -5,6 +5,7 @@ import torch
 import transformers
 
 import model.hf_attention as hf_attention
+from model.load_model import VERSION
 from tests.tiny import DEVICE, VOCAB, prompt
 
 pytest.importorskip("transformers.masking_utils", reason="AttentionMaskInterface came with transformers 4.53")
@@ -71,7 +72,9 @@ def test_tokens_equal_eager_attention(family, cache, padded, calls):
         assert calls == {"flash": 0, "decode": 0}, "padding is SDPA's"
     else:
         layers = ours.config.num_hidden_layers
-        assert calls == {"flash": layers, "decode": layers * (NEW_TOKENS - 1)}
+        # Before transformers 5 a static cache's windowed prefill cannot be told from packed sequences: SDPA's.
+        by_sdpa = VERSION < (5, 1) and cache == "static" and "window" in family
+        assert calls == {"flash": 0 if by_sdpa else layers, "decode": layers * (NEW_TOKENS - 1)}
 
 
 def test_a_prompt_in_two_parts_on_a_dynamic_cache(calls):
@@ -92,7 +95,7 @@ def test_gradients_flow_through_the_flash_kernel(calls):
     gradients = []
     for name in (hf_attention.NAME, "eager"):
         model = make_model("qwen2", name).requires_grad_(True)
-        model(ids, labels=ids, use_cache=False).loss.backward()
+        model(ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss.backward()
         gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad)
     assert calls["flash"] == 2 and torch.allclose(*gradients, atol=1e-4)
 

@@ -24,7 +24,7 @@ def cache_for(model, length, batch_size=1):
 
 
 def test_without_cuda_the_graph_path_is_refused():
-    model = tiny_model()
+    model = tiny_model(device="cpu")
     with pytest.raises(ValueError, match=r'path "graph" needs a CUDA device, the cache is on cpu; use path="triton"'):
         make_decoder("graph", model, cache_for(model, 8))
 

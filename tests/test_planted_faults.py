@@ -136,7 +136,7 @@ def test_step_3_catches_a_wrong_rotation(monkeypatch, fault, dtype):
 
 
 def test_step_3_exits_1_on_a_fault(monkeypatch, capsys):
-    arguments = ["step3", "--model-path", "random:tiny", "--device", "cpu", "--new-tokens", "6", "--prompt", "abc"]
+    arguments = ["step3", "--model-path", "random:tiny", "--dtype", "float32", "--new-tokens", "6", "--prompt", "abc"]
     monkeypatch.setattr("sys.argv", arguments)
     monkeypatch.setattr(rung3, "decode_attention", healthy)
     assert run_baseline.main()
