@@ -1,8 +1,8 @@
 """Step 2: is the Triton decode attention right? Its error against float64, beside that of PyTorch's SDPA.
 
 Each row is one set of heads, head_dim and dtype over several cache lengths; the worst length counts. The bar is not a
-fixed tolerance but SDPA's own error in the same dtype on the same inputs, times 1.5 (model/accuracy.py). The cache behind
-cache_len and the output are filled with NaN first. Exits 1 when a row fails.
+fixed tolerance but SDPA's own error in the same dtype on the same inputs, times 1.5 (model/accuracy.py). The cache
+behind cache_len and the output are filled with NaN first. Exits 1 when a row fails.
 
     python model/validate_decode_attention_triton.py
 """
