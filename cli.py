@@ -8,6 +8,7 @@ import sys
 import torch
 
 import config
+from kernels import INTERPRETED
 
 
 class UsageError(Exception):
@@ -108,7 +109,7 @@ def header(step, what):
     """Print the step, what it does in one line, the machine, and, without a GPU, what that means."""
     print(f"[{step}] {what}")
     print(machine())
-    if not torch.cuda.is_available():
+    if INTERPRETED:
         print("No CUDA device: kernels run in Triton's interpreter. It shows that they are right; times mean nothing.")
     print()
 

@@ -113,7 +113,7 @@ def main():
     ids, logits, ms = stream_generation(model, tokenizer, input_ids, args, kv_cache, sampler)
     if ids.shape[1] == 0:
         raise KeyboardInterrupt  # generate keeps what there is: nothing yet, so nothing to compare
-    print(f"--- {ids.shape[1]} tokens, {ms:.2f} ms per token\n")
+    print(f"--- {ids.shape[1]} tokens" + (f", {ms:.2f} ms per token\n" if ids.shape[1] > 1 else "\n"))
 
     print("--- Hugging Face generate")
     start = time.perf_counter()

@@ -149,7 +149,7 @@ def decode_attention(q, k_cache, v_cache, cache_len, *, scale=None, window=None,
         length, lengths = (None, cache_len) if isinstance(cache_len, torch.Tensor) else (cache_len, None)
         result = torch.ops.phi_triton.decode_attention(q, k_cache, v_cache, length, lengths, scale, window)
         return result if out is None else out.copy_(result)
-    _check_arguments(q, k_cache, v_cache, cache_len, window, out)
+    _check_arguments(q, k_cache, v_cache, cache_len, scale, window, out)
     return _launch(q, k_cache, v_cache, cache_len, scale, window, out)
 
 
@@ -160,13 +160,13 @@ def decode_attention_with_lse(
 
     For tests and tuning ``choice`` and ``num_programs`` replace the policy; 0 programs mean the single-pass kernel.
     """
-    _check_arguments(q, k_cache, v_cache, cache_len, window, out)
+    _check_arguments(q, k_cache, v_cache, cache_len, scale, window, out)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     out = _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse, choice, num_programs)
     return out, lse
 
 
-def _check_arguments(q, k_cache, v_cache, cache_len, window, out):
+def _check_arguments(q, k_cache, v_cache, cache_len, scale, window, out):
     if q.dim() != 3:
         raise ValueError(f"q must be [B, Hq, D], got shape {list(q.shape)}")
     B, Hq, D = q.shape
@@ -204,8 +204,10 @@ def _check_arguments(q, k_cache, v_cache, cache_len, window, out):
         raise ValueError(f"cache_len must be an int or an int32 tensor [B={B}], got {type(cache_len).__name__}")
     elif not 0 <= cache_len <= T_max:
         raise ValueError(f"cache_len must be from 0 to the cache's {T_max} positions, got {cache_len}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"window must be None or an int of at least 1, got {window!r}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
     check_launchable(**tensors)
     if q.dtype == torch.bfloat16 and device_info(q.device).capability < (8, 0):
         raise ValueError("bfloat16 needs compute capability 8.0 or newer: use float16 on this GPU")
