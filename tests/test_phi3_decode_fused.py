@@ -9,6 +9,7 @@ from model.load_model import HF_APPLIES_WINDOW, PARTIAL_ROTARY_SINCE, VERSION
 from model.phi3_decode import hf_generate
 from model.phi3_decode_fused import FusedDecoder
 from model.phi3_prefill import prefill
+from model.sampling import make_sampler
 from model.token_check import forced_logits
 from tests.tiny import longrope_model, prompt, recomputed_generation, recomputed_logits, tiny_model
 
@@ -187,3 +188,14 @@ def test_pdl_on_and_off_give_the_same_bits():
         results.append((tokens, decoder.logits.clone(), cache.k.clone().nan_to_num(7)))
     for off, on in zip(*results, strict=True):
         assert torch.equal(off, on)
+
+
+def test_sampling_draws_as_on_the_other_paths():
+    """A sampler makes the loop step instead of running ahead: same logits, same seed, same tokens."""
+    model = tiny_model()
+    ids = prompt(9)
+    draws = [
+        generate(model, ids, 6, path=path, eos_token_ids=(), sampler=make_sampler(temperature=1.3, top_p=0.9, seed=5))
+        for path in ("fused", "prealloc")
+    ]
+    assert torch.equal(*draws)
