@@ -71,7 +71,7 @@ def main():
                 rows.append((f"{Hq}/{Hkv}", D, cli.dtype_name(dtype), window or "-", *errors, verdict, name))
     print(f"cache lengths {', '.join(map(str, lengths))}; per row the worst of them")
     cli.table(("heads", "D", "dtype", "window", "max err", "SDPA's", "rel err", "SDPA's", "verdict", "shape of"), rows)
-    return cli.verdict(ok, "every row's error is at most 1.5 times SDPA's own in that dtype (on a GPU 3 times in float32)")
+    return cli.verdict(ok, "every row's error is at most 1.5 times SDPA's own in its dtype (on a GPU: float32 3 times)")
 
 
 if __name__ == "__main__":
