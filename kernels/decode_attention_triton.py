@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 import kernels
+from kernels.device import _launch_next, _wait_for_previous
 
 INTERPRETED = tl.constexpr(kernels.INTERPRETED)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -425,6 +426,7 @@ def _decode_attention_split_kernel(
     B_PAD: tl.constexpr,
     PER_SEQUENCE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program = an equal share of the key tiles of all sequences and KV heads, laid end to end.
 
@@ -440,6 +442,8 @@ def _decode_attention_split_kernel(
     HEAD_BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     ITEMS: tl.constexpr = Hkv * HEAD_BLOCKS  # per sequence
 
+    _launch_next(PDL)
+    _wait_for_previous(PDL)
     if SPLITS_PER_ITEM:
         split = tl.program_id(0)
         batch = tl.program_id(1) // ITEMS

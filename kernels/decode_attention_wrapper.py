@@ -9,7 +9,7 @@ import triton
 import config
 from kernels import INTERPRETED
 from kernels.decode_attention_triton import _decode_attention_kernel, _decode_attention_split_kernel
-from kernels.device import check_launchable, device_info
+from kernels.device import check_launchable, device_info, launch_options, pdl_supported
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NO_WINDOW = 2**31 - 1
@@ -18,7 +18,7 @@ NO_WINDOW = 2**31 - 1
 class DecodeLaunch(NamedTuple):
     """Launch choices. rows: query heads of one program; block_t: key positions per tile; programs_per_sm: programs of
     the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program; prefetch: tiles
-    that a program asks the L2 for before it waits for q.
+    that a program asks the L2 for before it waits for q; pdl: programmatic dependent launch.
     """
 
     rows: int
@@ -28,6 +28,7 @@ class DecodeLaunch(NamedTuple):
     programs_per_sm: int
     min_tiles: int
     prefetch: int
+    pdl: bool
 
 
 def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_len, device, *, block_t):
@@ -66,7 +67,9 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     # Triton keeps num_stages - 1 tiles of K and of V in shared memory.
     tiles = device.shared_memory // (programs_per_sm * 2 * keys * head_dim * dtype_bytes)
     num_stages = max(2, min(4 if device.capability >= (8, 0) else 2, tiles + 1))
-    return DecodeLaunch(rows, keys, num_warps, num_stages, programs_per_sm, min_tiles=2, prefetch=1)
+    return DecodeLaunch(
+        rows, keys, num_warps, num_stages, programs_per_sm, min_tiles=2, prefetch=1, pdl=pdl_supported(device)
+    )
 
 
 def choose_num_programs(choice, batch, num_kv_heads, group_size, max_len, sm_count):
@@ -233,7 +236,6 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
     strides = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2])
     shared = {
         "Hq": Hq, "Hkv": Hkv, "D": D, "BLOCK_T": choice.block_t, "PER_SEQUENCE": per_sequence,
-        "num_warps": choice.num_warps,
     }  # fmt: skip
     head_blocks = triton.cdiv(group_size, choice.rows)
     block_r = triton.next_power_of_2(choice.rows)
@@ -244,7 +246,8 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
             _decode_attention_kernel[(triton.cdiv(group_size, block_h), Hkv, B)](
                 q, k_cache, v_cache, out, lse, cache_len, T_max, window, scale_log2e, *strides,
                 # Its tiles are padded and q is in shared memory too: with 4 stages they might not fit.
-                D_PAD=d_pad, BLOCK_H=block_h, NUM_STAGES=min(choice.num_stages, 3), **shared,
+                D_PAD=d_pad, BLOCK_H=block_h, NUM_STAGES=min(choice.num_stages, 3), num_warps=choice.num_warps,
+                **shared,
             )  # fmt: skip
         else:
             slot_rows = 2 * num_programs * choice.rows
@@ -267,7 +270,8 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
                 WARPS=min(choice.num_warps, choice.block_t // 16),
                 WIDE_OFFSETS=max(k_cache.stride(2), v_cache.stride(2)) * choice.block_t >= 2**31,
                 MIN_TILES=choice.min_tiles, PREFETCH=choice.prefetch, SPLITS_PER_ITEM=whole_splits,
-                B_PAD=triton.next_power_of_2(B), NUM_STAGES=choice.num_stages, **shared,
+                B_PAD=triton.next_power_of_2(B), NUM_STAGES=choice.num_stages, PDL=choice.pdl,
+                **launch_options(choice.pdl, num_warps=choice.num_warps), **shared,
             )  # fmt: skip
     return out
 

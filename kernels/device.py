@@ -35,7 +35,36 @@ SHARED_MEMORY = {
 # Stands in where no GPU is: the interpreter takes the launch choices of a small Ada card (RTX 4060: 24 SMs).
 NO_GPU = DeviceInfo((8, 9), 24, SHARED_MEMORY[8, 9])
 
+# Programmatic dependent launch (PDL): a kernel may start while the one before it still runs, and waits by itself (CUDA
+# C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"). Triton has it from 3.6 on.
+TRITON_HAS_PDL = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
+
 _override = None
+
+
+@triton.jit
+def _launch_next(PDL: tl.constexpr):
+    """Allow the next kernel's programs to start (they wait before they need this kernel's results)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _wait_for_previous(PDL: tl.constexpr):
+    """Return once the previous kernel has completed and what it wrote is visible."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+def pdl_supported(device):
+    """Whether kernels on ``device``, a DeviceInfo, can use PDL: compute capability 9.0+ and a Triton that has it."""
+    return TRITON_HAS_PDL and not INTERPRETED and device.capability >= (9, 0)
+
+
+def launch_options(pdl, **options):
+    """Keyword arguments of a kernel launch without those that are None; Triton before 3.6 does not know launch_pdl."""
+    options["launch_pdl"] = pdl or None
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @functools.cache

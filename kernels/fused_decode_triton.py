@@ -25,22 +25,10 @@ Sources: the fusion map follows the published CUDA-graph step for Llama-1B in ms
 import triton
 import triton.language as tl
 
+from kernels.device import _launch_next, _wait_for_previous
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 EMPTY_KEY = tl.constexpr(-(1 << 63))  # below the key of every logit
-
-
-@triton.jit
-def _launch_next(PDL: tl.constexpr):
-    """Allow the next kernel's programs to start (they wait before they need this kernel's results)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _wait_for_previous(PDL: tl.constexpr):
-    """Return once the previous kernel has completed and what it wrote is visible."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

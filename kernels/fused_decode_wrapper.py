@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
-from kernels.device import check_launchable, device_info
+from kernels.device import check_launchable, device_info, launch_options
 from kernels.fused_decode_triton import EMPTY_KEY, _embed_kernel, _matvec_kernel, _rope_attention_kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -80,12 +79,6 @@ def greedy_choice(token, history, lengths):
     """GreedyChoice into token [1] int64, history [T_max] int64 at position lengths [1] int32, which grows by one."""
     best = torch.full((1,), EMPTY_KEY.value, dtype=torch.int64, device=token.device)
     return GreedyChoice(best, torch.zeros_like(best, dtype=torch.int32), token, history, lengths)
-
-
-def pdl_supported(device):
-    """Whether kernels can use programmatic dependent launch: compute capability 9.0+ and a Triton that has it (3.6)."""
-    has_instructions = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
-    return has_instructions and device.type == "cuda" and device_info(device).capability >= (9, 0)
 
 
 def _pow2_floor(n):
@@ -177,12 +170,6 @@ def _check(reference, **tensors):
     check_launchable(**{name: tensor for name, (tensor, _, _) in tensors.items()})
 
 
-def _launch_options(pdl, **options):
-    # What does not apply is left out: Triton before 3.6 does not know launch_pdl.
-    options["launch_pdl"] = pdl or None
-    return {name: value for name, value in options.items() if value is not None}
-
-
 def _check_prefetch(prefetch, pdl):
     if prefetch is not None and not pdl:
         raise ValueError("prefetch goes with pdl=True: both need compute capability 9.0")
@@ -230,7 +217,7 @@ def matvec(
         ahead.weight, ahead.weight.numel() // 2, programs - shares, *(choice or (None,) * 5), N, eps,
         K=K, ROWS=config.rows, BLOCK_K=config.block_k, NORM=gain is not None, GATED=gated, RESIDUAL=residual,
         EVEN=N % config.rows == 0, LOOP=programs < tiles, PREFETCH=ahead.share(shares), EARLY=early, PDL=pdl,
-        **_launch_options(pdl, num_warps=config.num_warps, num_stages=1),
+        **launch_options(pdl, num_warps=config.num_warps, num_stages=1),
     )  # fmt: skip
     return out
 
@@ -280,7 +267,7 @@ def rope_attention(
         k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         HQ=Hq, HKV=Hkv, D=D, D_PAD=triton.next_power_of_2(D), ROTARY=2 * half, SPLITS=config.splits,
         BLOCK_T=config.block_t, PIPELINED=config.pipelined, PREFETCH=ahead.share(Hq * config.splits), PDL=pdl,
-        **_launch_options(pdl, num_warps=config.num_warps, num_stages=1, maxnreg=config.max_registers),
+        **launch_options(pdl, num_warps=config.num_warps, num_stages=1, maxnreg=config.max_registers),
     )  # fmt: skip
     return out
 

@@ -6,6 +6,7 @@ model's dtype, rounded once per projection; everything inside a kernel is float3
 
 import torch
 
+from kernels.device import device_info, pdl_supported
 from kernels.fused_decode_wrapper import (
     SHORT_CACHE,
     Prefetch,
@@ -13,7 +14,6 @@ from kernels.fused_decode_wrapper import (
     embed,
     greedy_choice,
     matvec,
-    pdl_supported,
     rope_attention,
 )
 from model.load_model import head_dim
@@ -30,7 +30,7 @@ class FusedDecoder(CapturedDecoder):
 
     def __init__(self, model, kv_cache, *, pdl=None):
         super().__init__(model, kv_cache)
-        available = pdl_supported(self.device)
+        available = pdl_supported(device_info(self.device))
         if pdl and not available:
             raise ValueError("pdl=True needs a GPU of compute capability 9.0 and Triton 3.6, or newer; use pdl=False")
         self.pdl = available if pdl is None else pdl

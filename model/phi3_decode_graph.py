@@ -90,9 +90,13 @@ class CapturedDecoder:
         self.token.copy_(before[0])
         self.kv_cache.lengths.copy_(before[1])
         graph = torch.cuda.CUDAGraph()
+        # The graph must own the workspace that cuBLAS uses in it. One that was there before is PyTorch's, which
+        # torch.compile frees whenever it captures a graph of its own: replays would write to what is no longer ours.
+        torch._C._cuda_clearCublasWorkspaces()
         # thread_local: another thread's CUDA calls, a data loader's say, do not break the capture.
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             self._launch()
+        torch._C._cuda_clearCublasWorkspaces()  # what others do on this stream takes another one
         return graph
 
     def _launch(self):

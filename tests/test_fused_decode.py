@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from kernels.device import device_info, pdl_supported
 from kernels.fused_decode_wrapper import (
     AttentionConfig,
     MatvecConfig,
@@ -21,7 +22,6 @@ from kernels.fused_decode_wrapper import (
     greedy_choice,
     matvec,
     matvec_config,
-    pdl_supported,
     rope_attention,
 )
 from model.decode_attention_ref import attention_ref
@@ -351,7 +351,9 @@ def test_code_generation(capability):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or not pdl_supported(torch.device("cuda")), reason="no PDL here")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or not pdl_supported(device_info(torch.device("cuda"))), reason="no PDL here"
+)
 def test_pdl_gives_the_same_bits():
     """A chain in which every kernel reads what the one before it wrote, with and without PDL, 200 times."""
     device, dtype = torch.device("cuda"), torch.float16
