@@ -40,6 +40,18 @@ def _dot(a, b):
 
 
 @triton.jit
+def _accumulate(acc, rescale, weights, v):
+    """acc * rescale + weights @ v, rescale with a last dimension of 1.
+
+    In float32 the tile is summed up by itself: continued from acc, as the other dtypes' tensor cores do it, the sum would
+    be one chain of additions over all keys (three times SDPA's error at 5000 of them).
+    """
+    if v.dtype == tl.float32:
+        return tl.fma(acc, tl.broadcast_to(rescale, acc.shape), _dot(weights, v))
+    return acc * rescale + _dot(weights, v)
+
+
+@triton.jit
 def _visible_range(length, T_max, window):
     """[first, end): the positions that a query sees. A length that came from the device is clamped to the cache."""
     end = tl.minimum(tl.maximum(length, 0), T_max)
@@ -111,7 +123,7 @@ def _decode_attention_kernel(
         weights = tl.exp2(scores - new_max[:, None])
         running_sum = running_sum * rescale + tl.sum(weights, axis=1)
         v = tl.load(v_ptrs + position[:, None] * stride_vt, mask=mask_td, other=0.0)
-        acc = acc * rescale[:, None] + _dot(weights.to(v.dtype), v)
+        acc = _accumulate(acc, rescale[:, None], weights.to(v.dtype), v)
         running_max = new_max
 
     # No visible key (cache_len 0): the sum is 0 and the row is 0, not 0 / 0.
@@ -228,9 +240,9 @@ def _attend(
         warp_sum = warp_sum * rescale + tl.sum(weights, axis=2)
         v_rows = (v_ptr + tl.cast(tile_start, tl.int64) * stride_vt) + v_offset
         weights = weights.to(v_ptr.dtype.element_ty)
-        acc_lo = acc_lo * rescale[:, :, None] + _dot(weights, _load_columns(v_rows, mask_t, 0, D_LO, D))
+        acc_lo = _accumulate(acc_lo, rescale[:, :, None], weights, _load_columns(v_rows, mask_t, 0, D_LO, D))
         if D_HI:
-            acc_hi = acc_hi * rescale[:, :, None] + _dot(weights, _load_columns(v_rows, mask_t, D_LO, D_HI, D))
+            acc_hi = _accumulate(acc_hi, rescale[:, :, None], weights, _load_columns(v_rows, mask_t, D_LO, D_HI, D))
         warp_max = new_max
 
     if BLOCK_H > OUT_ROWS:
@@ -313,6 +325,7 @@ def _attend_piece(
     D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
     OUT_ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
     WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr, PREFETCH: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles [tile, piece_end) of one item, whose tiles are [item_start, item_end) in the same numbers.
 
@@ -343,6 +356,7 @@ def _attend_piece(
         q_lo, q_hi, k_head_ptr, v_head_ptr, piece_first_position, piece_end_position, zero, scale_log2e,
         stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS, WIDE_OFFSETS, NUM_STAGES,
     )  # fmt: skip
+    _launch_next(PDL == 2)
 
     offs_h = tl.arange(0, OUT_ROWS) + zero
     mask_h = (offs_h < ROWS) & (head_block * ROWS + offs_h < GROUP)
@@ -442,8 +456,8 @@ def _decode_attention_split_kernel(
     HEAD_BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     ITEMS: tl.constexpr = Hkv * HEAD_BLOCKS  # per sequence
 
-    _launch_next(PDL)
-    _wait_for_previous(PDL)
+    _launch_next(PDL == 1)
+    _wait_for_previous(PDL > 0)
     if SPLITS_PER_ITEM:
         split = tl.program_id(0)
         batch = tl.program_id(1) // ITEMS
@@ -466,7 +480,7 @@ def _decode_attention_split_kernel(
             batch, item, 0, item_tiles, tile, piece_end, first, end, split, tile, share, extra, 0,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, ROWS, BLOCK_H, OUT_ROWS, BLOCK_R,
-            BLOCK_S, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES,
+            BLOCK_S, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES, PDL,
         )  # fmt: skip
         return
 
@@ -511,6 +525,6 @@ def _decode_attention_split_kernel(
             batch, item, item_start, item_end, tile, piece_end, first, end, program, program_start, share, extra, zero,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, ROWS, BLOCK_H, OUT_ROWS, BLOCK_R,
-            BLOCK_S, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES,
+            BLOCK_S, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES, PDL,
         )  # fmt: skip
         tile = piece_end
