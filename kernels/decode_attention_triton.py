@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels.device import _launch_next, _wait_for_previous
+from kernels.device import _wait_for_previous
 
 INTERPRETED = tl.constexpr(kernels.INTERPRETED)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -43,8 +43,8 @@ def _dot(a, b):
 def _accumulate(acc, rescale, weights, v):
     """acc * rescale + weights @ v, rescale with a last dimension of 1.
 
-    In float32 the tile is summed up by itself: continued from acc, as the other dtypes' tensor cores do it, the sum would
-    be one chain of additions over all keys (three times SDPA's error at 5000 of them).
+    In float32 the tile is summed up by itself: continued from acc, as the tensor cores do it in other dtypes, the sum
+    would be one chain of additions over all keys, which has twice SDPA's error at 5000 of them.
     """
     if v.dtype == tl.float32:
         return tl.fma(acc, tl.broadcast_to(rescale, acc.shape), _dot(weights, v))
@@ -325,7 +325,6 @@ def _attend_piece(
     D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
     OUT_ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
     WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr, PREFETCH: tl.constexpr, NUM_STAGES: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles [tile, piece_end) of one item, whose tiles are [item_start, item_end) in the same numbers.
 
@@ -356,7 +355,6 @@ def _attend_piece(
         q_lo, q_hi, k_head_ptr, v_head_ptr, piece_first_position, piece_end_position, zero, scale_log2e,
         stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS, WIDE_OFFSETS, NUM_STAGES,
     )  # fmt: skip
-    _launch_next(PDL == 2)
 
     offs_h = tl.arange(0, OUT_ROWS) + zero
     mask_h = (offs_h < ROWS) & (head_block * ROWS + offs_h < GROUP)
@@ -456,8 +454,9 @@ def _decode_attention_split_kernel(
     HEAD_BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     ITEMS: tl.constexpr = Hkv * HEAD_BLOCKS  # per sequence
 
-    _launch_next(PDL == 1)
-    _wait_for_previous(PDL > 0)
+    # The next launch is not asked to come early: its programs would take the places that come free first, several on
+    # one multiprocessor and none on another, and be slower by up to a third than by themselves.
+    _wait_for_previous(PDL)
     if SPLITS_PER_ITEM:
         split = tl.program_id(0)
         batch = tl.program_id(1) // ITEMS
@@ -480,7 +479,7 @@ def _decode_attention_split_kernel(
             batch, item, 0, item_tiles, tile, piece_end, first, end, split, tile, share, extra, 0,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, ROWS, BLOCK_H, OUT_ROWS, BLOCK_R,
-            BLOCK_S, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES, PDL,
+            BLOCK_S, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES,
         )  # fmt: skip
         return
 
@@ -525,6 +524,6 @@ def _decode_attention_split_kernel(
             batch, item, item_start, item_end, tile, piece_end, first, end, program, program_start, share, extra, zero,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, ROWS, BLOCK_H, OUT_ROWS, BLOCK_R,
-            BLOCK_S, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES, PDL,
+            BLOCK_S, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES,
         )  # fmt: skip
         tile = piece_end

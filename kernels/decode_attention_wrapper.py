@@ -37,24 +37,31 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     max_len: the most positions that a sequence can have (T_max: one cache, one compilation). block_t: the largest tile
     wanted (config.BLOCK_T).
 
-    Measured on an NVIDIA H200, 2026-11-29, float16, batch 1, microseconds per call with cold caches, and programs:
+    Measured on an NVIDIA H200, 2026-11-29, float16, batch 1, PDL, microseconds per call with cold caches, and programs
+    (keys per tile, warps, stages):
 
-        32 heads of 96 (Phi-3 Mini)       T = 512      2048       8192       32768       131072
-        32 keys, 2 warps                  6.5 (256)    11.1 (256) 29.9 (256) 100.9 (512) 373 (528)
-        64 keys, 4 warps                  6.9 (128)    11.4 (128) 29.9 (128) 101.4 (256) 371 (256)
+        32 heads of 96 (Phi-3 Mini)       T = 128    256        512        2048       8192       32768      131072
+        32, 2, 4                          4.8 (64)   5.0 (128)  5.9 (256)  10.6 (256) 29.1 (256)
+        64, 4, 4                                                                                 100.7 (256) 373 (256)
+        64, 4, 3                          3.3 (32)   4.5 (32)   6.8 (128)  11.8 (128) 29.9 (256) 101.2 (256) 377 (256)
 
         32 heads over 8 KV heads of 128
-        32 keys, 2 warps                  5.6 (64)     8.0 (128)  15.0 (256)  38.5 (256) 126.8 (256)
-        64 keys, 4 warps                  6.0 (64)     7.9 (128)  14.0 (128)  36.8 (128) 123.8 (128)
+        32, 2, 4                          4.7 (16)   4.9 (32)   5.0 (64)   7.4 (128)
+        64, 4, 4                                                           7.4 (128)  13.3 (128) 36.1 (128) 124.2 (128)
+        64, 4, 3                          3.5 (8)    4.8 (8)    5.8 (32)   7.4 (128)  13.1 (128) 36.2 (128) 124.1 (128)
+
+    PDL without an early trigger saves 0.2 to 0.6 of that (32 heads of 96 at 2048: 11.1 without, 15.2 with one).
     """
     # A program's rows are its accumulator, which must not spill: an MQA model with many heads takes several programs.
     tensor_cores = dtype_bytes == 2 and device.capability >= (8, 0)
     rows = triton.cdiv(group_size, triton.cdiv(group_size, 32 if tensor_cores else 16))
     programs_per_sm = 2 if group_size == 1 else 1
+    # So few keys are walked sooner than results of splits are merged.
+    short = max_len <= 256
     if tensor_cores:
         # Small programs start soonest; large ones keep more bytes on their way from memory.
         keys_per_sm = batch * num_kv_heads * max_len // device.sm_count
-        keys = 64 if keys_per_sm > (2048 if group_size == 1 else 64) else 32
+        keys = 64 if short or keys_per_sm > (2048 if group_size == 1 else 64) else 32
         # A warp has 16 keys, and q and the accumulator as a whole. Where those are large four warps share them.
         wide = max(16, triton.next_power_of_2(rows)) * head_dim > 2048
         keys = min(keys // 2 if wide else keys, block_t)
@@ -66,10 +73,11 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         num_warps = 8
     # Triton keeps num_stages - 1 tiles of K and of V in shared memory.
     tiles = device.shared_memory // (programs_per_sm * 2 * keys * head_dim * dtype_bytes)
-    num_stages = max(2, min(4 if device.capability >= (8, 0) else 2, tiles + 1))
-    return DecodeLaunch(
-        rows, keys, num_warps, num_stages, programs_per_sm, min_tiles=2, prefetch=1, pdl=pdl_supported(device)
-    )
+    most_stages = 2 if device.capability < (8, 0) else 3 if short or (keys == 64 and group_size > 1) else 4
+    num_stages = max(2, min(most_stages, tiles + 1))
+    min_tiles = 256 // keys if short else 2
+    pdl = pdl_supported(device)
+    return DecodeLaunch(rows, keys, num_warps, num_stages, programs_per_sm, min_tiles, prefetch=1, pdl=pdl)
 
 
 def choose_num_programs(choice, batch, num_kv_heads, group_size, max_len, sm_count):

@@ -456,14 +456,15 @@ def test_launch_choices():
 @pytest.mark.parametrize(
     "num_kv_heads, group_size, head_dim, expected",
     (
-        (32, 1, 96, ((32, 2, 256), (32, 2, 256), (32, 2, 256), (64, 4, 256), (64, 4, 256))),
-        (8, 4, 128, ((32, 2, 64), (64, 4, 128), (64, 4, 128), (64, 4, 128), (64, 4, 128))),
-        (10, 4, 128, ((32, 2, 80), (64, 4, 130), (64, 4, 130), (64, 4, 130), (64, 4, 130))),
+        (32, 1, 96, ((64, 4, 32), (64, 4, 32), (32, 2, 256), (32, 2, 256), (32, 2, 256), (64, 4, 256), (64, 4, 256))),
+        (8, 4, 128, ((64, 4, 8), (64, 4, 8), (32, 2, 64), (64, 4, 128), (64, 4, 128), (64, 4, 128), (64, 4, 128))),
+        (10, 4, 128, ((64, 4, 10), (64, 4, 10), (32, 2, 80), (64, 4, 130), (64, 4, 130), (64, 4, 130), (64, 4, 130))),
     ),
 )
 def test_choices_of_the_measured_shapes(num_kv_heads, group_size, head_dim, expected):
-    """Tile, warps and programs at 512, 2048, 8192, 32768 and 131072 positions on an H200."""
-    for max_len, (block_t, num_warps, num_programs) in zip((512, 2048, 8192, 32768, 131072), expected, strict=True):
+    """Tile, warps and programs on an H200: no split up to 256 positions."""
+    lengths = (128, 256, 512, 2048, 8192, 32768, 131072)
+    for max_len, (block_t, num_warps, num_programs) in zip(lengths, expected, strict=True):
         choice = launch_choice(num_kv_heads, group_size, head_dim, max_len)
         assert (choice.block_t, choice.num_warps) == (block_t, num_warps), max_len
         assert choose_num_programs(choice, 1, num_kv_heads, group_size, max_len, 132) == num_programs, max_len
