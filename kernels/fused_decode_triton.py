@@ -32,7 +32,7 @@ EMPTY_KEY = tl.constexpr(-(1 << 63))  # below the key of every logit
 
 
 @triton.jit
-def _prefetch_share(ptr, half_stride, share, BYTES: tl.constexpr):
+def _old_prefetch_share(ptr, half_stride, share, BYTES: tl.constexpr):
     """Ask L2 for one share of a gated weight: BYTES of the gate's rows and BYTES of the rows of "up", from one thread.
 
     One bulk instruction each (PTX ISA, cp.async.bulk.prefetch: compute capability 9.0, multiples of 16 bytes).
@@ -48,6 +48,31 @@ def _prefetch_share(ptr, half_stride, share, BYTES: tl.constexpr):
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def _prefetch(ptr, BYTES: tl.constexpr, after):
+    """Ask L2 for BYTES from ptr on, once ``after`` (int32) is known; nothing waits for it.
+
+    One bulk instruction of one thread (PTX ISA, cp.async.bulk.prefetch: compute capability 9.0, multiples of 16 bytes).
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.ne.and.s32 p, $3, 0x7fffffff, p; "
+        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r,r",
+        [ptr, BYTES, after],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _prefetch_share(ptr, part_stride, share, BYTES: tl.constexpr, PARTS: tl.constexpr, after):
+    """Ask L2 for one share of a weight: BYTES of each of its PARTS, which lie part_stride elements apart."""
+    start = ptr + share.to(tl.int64) * (BYTES * 8 // ptr.dtype.element_ty.primitive_bitwidth)
+    for part in tl.static_range(PARTS):
+        _prefetch(start + part * part_stride, BYTES, after)
 
 
 @triton.jit
@@ -158,9 +183,10 @@ def _matvec_kernel(
     gain_ptr,  # [K], RMSNorm's weight (NORM)
     weight_ptr,  # [N, K]; GATED: [2 * N, K], the gate's rows and then the rows of "up"
     out_ptr,  # [N]; RESIDUAL: added to
-    next_ptr,  # the gated weight of which PREFETCH bytes are fetched into L2 by each program from first_share on, twice
-    next_half_stride,
+    next_ptr,  # the weight of which each program from first_share on asks L2 for PREFETCH bytes in each part
+    next_part_stride,
     first_share,
+    look_ahead,  # LOOK_AHEAD: the first programs, which also ask L2 for their second tile
     best_ptr,  # [1] int64, EMPTY_KEY before and after; None: no choice
     arrived_ptr,  # [1] int32, zero before and after
     token_ptr,  # [1] int64
@@ -176,7 +202,10 @@ def _matvec_kernel(
     RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr,
     LOOP: tl.constexpr,
+    LOOK_AHEAD: tl.constexpr,
     PREFETCH: tl.constexpr,
+    PARTS: tl.constexpr,
+    PREFETCH_EARLY: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -186,6 +215,11 @@ def _matvec_kernel(
     by every program: x is a few KB out of L2, less than a kernel boundary costs. Its factor 1 / rms(x) is one number,
     so it multiplies the finished sums, and the weights need not wait for it. With best_ptr the outputs are logits: the
     token is chosen here, because a kernel for it takes 31 us of a step (H200, 2026-11), most of them idle.
+
+    Between the last weights of one kernel and the second tiles of the next lie about two microseconds (completion, x,
+    sums), in which memory would idle once the first tiles are there. Prefetches fill them: of what the next kernel will
+    load after its wait (PREFETCH), and of the second tiles of some programs (LOOK_AHEAD). More is a loss: L2 delivers
+    hardly faster than memory does.
     """
     if EARLY:
         _launch_next(PDL)
@@ -197,13 +231,24 @@ def _matvec_kernel(
         up_tiles = _load_tiles(weight_ptr, N + rows, rows < N, K, BLOCK_K, EVEN)
     if NORM:
         gains = _load_vector(gain_ptr, K, BLOCK_K)
-    if PREFETCH > 0 and program >= first_share:
-        _prefetch_share(next_ptr, next_half_stride, program - first_share, PREFETCH)
+    if PREFETCH > 0 and PREFETCH_EARLY and program >= first_share:
+        # Not before the program's own tile is there (of which this is the last element): that one is needed first.
+        arrived = tl.load(weight_ptr + tl.minimum((program + 1) * ROWS, N).to(tl.int64) * K - 1)
+        arrived = arrived.to(tl.float32).to(tl.int32, bitcast=True)
+        _prefetch_share(next_ptr, next_part_stride, program - first_share, PREFETCH, PARTS, arrived)
     _wait_for_previous(PDL)
     if not EARLY:
         _launch_next(PDL)
 
     blocks = _load_vector(x_ptr, K, BLOCK_K)
+    TILE_BYTES: tl.constexpr = ROWS * K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+    if LOOK_AHEAD and program < look_ahead:
+        second = weight_ptr + (program + tl.num_programs(0)).to(tl.int64) * (ROWS * K)
+        _prefetch(second, TILE_BYTES, 0)
+        if GATED:
+            _prefetch(second + N.to(tl.int64) * K, TILE_BYTES, 0)
+    if PREFETCH > 0 and not PREFETCH_EARLY and program >= first_share:
+        _prefetch_share(next_ptr, next_part_stride, program - first_share, PREFETCH, PARTS, 0)
     xs = ()
     squares = tl.zeros([BLOCK_K], dtype=tl.float32)
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
@@ -309,7 +354,7 @@ def _rope_attention_kernel(
     chunk = tl.cdiv(tl.maximum(tl.cdiv(position - first, SPLITS), 1), BLOCK_T) * BLOCK_T
     active = tl.maximum(tl.cdiv(position - first, chunk), 1)
     if PREFETCH > 0:
-        _prefetch_share(next_ptr, next_half_stride, split * HQ + head, PREFETCH)
+        _old_prefetch_share(next_ptr, next_half_stride, split * HQ + head, PREFETCH)
     if split >= active:
         return
 

@@ -20,13 +20,20 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class MatvecConfig(NamedTuple):
     """rows: output elements per tile; block_k: elements of a row per load; num_warps: warps per program.
 
-    programs: in all, each with every programs-th tile; None: one per tile.
+    programs: in all, each with every programs-th tile; None: one per tile. look_ahead: so many of them ask L2 for their
+    second tile as soon as they have x (needs compute capability 9.0).
     """
 
     rows: int
     block_k: int
     num_warps: int
     programs: int | None = None
+    look_ahead: int = 0
+
+    def first_wave_rows(self, sm_count):
+        """Output elements of the programs that are resident at once: what is loaded before the wait."""
+        resident = 32 // self.num_warps * sm_count
+        return self.rows * min(self.programs or resident, resident)
 
 
 class AttentionConfig(NamedTuple):
@@ -52,17 +59,22 @@ class AttentionWorkspace(NamedTuple):
 
 
 class Prefetch(NamedTuple):
-    """A hint to L2: the first ``nbytes`` of a gated weight, half of them from its gate, half from its "up"."""
+    """A hint to L2: ``nbytes`` of a weight, an equal share from each of its ``parts`` (2: gate and "up"), behind the
+    first ``skip`` bytes of the part. early: before x is there instead of right after.
+    """
 
     weight: torch.Tensor
     nbytes: int
+    parts: int = 1
+    skip: int = 0
+    early: bool = False
 
     def share(self, shares):
-        """Bytes per program and half, for that many programs; 0 where the weight does not lie on 16 bytes."""
-        half = self.weight.numel() // 2 * self.weight.element_size()
-        if self.weight.data_ptr() % 16 or half % 16:
+        """Bytes per program and part, for that many programs; 0 where the weight does not lie on 16 bytes."""
+        part = self.weight.nbytes // self.parts
+        if self.weight.data_ptr() % 16 or part % 16 or self.skip % 16:
             return 0
-        return min(self.nbytes // 2, half) // shares // 16 * 16
+        return max(0, min(self.nbytes // self.parts, part - self.skip)) // shares // 16 * 16
 
 
 class GreedyChoice(NamedTuple):
@@ -96,25 +108,31 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=Fa
     - O, too small to loop over: (4, 1024, 4) 1922, (8, 1024, 8) 1927; looping 1982.
     - Down, long rows: (4, 4096, 16) 1927, (4, 2048, 8) 1934, (2, 2048, 8) 1955; looping 1941.
 
+    Then with look_ahead, programs that fetch their second tile: QKV none 1922, 264 1889, 528 1886, all 1919; gate and
+    up none 1924, 264 1900, 528 1891, all 1931.
+
     Without PDL a new program's loads start as soon as there is room, and two tiles each are the compromise: gate and up
-    2203 (7 per multiprocessor 2219), down (2, 2048, 8) 2179 (without loop 2203). A choice wants few programs to meet.
+    2203 (7 per multiprocessor 2219). Down, of one tile each: (2, 4096, 16) 2111, two tiles of (2, 2048, 8) 2122,
+    (4, 4096, 16) 2176. A choice wants few programs to meet.
     """
     row_bytes = k * itemsize * (2 if gated else 1)
     long_rows = row_bytes >= 128 * 128
     small = not gated and n * row_bytes <= 20 << 20
-    num_warps = (16 if pdl else 8) if long_rows else 4
-    thread_bytes = 128 if long_rows else 192 if small else 96
+    num_warps = 16 if long_rows else 4
+    thread_bytes = (128 if pdl else 64) if long_rows else 192 if small else 96
     rows = _pow2_floor(max(1, num_warps * 32 * thread_bytes // row_bytes))
     rows = min(rows, 32, triton.next_power_of_2(n))
     block_k = min(triton.next_power_of_2(k), num_warps * 256 * 2 // itemsize)
     tiles = triton.cdiv(n, rows)
-    if small or (long_rows and pdl):
-        programs = tiles
-    elif pdl or choice:
-        programs = min(tiles, 28 // num_warps * sm_count)
-    else:
-        programs = triton.cdiv(tiles, 2)
-    return MatvecConfig(rows, block_k, num_warps, programs)
+    if small or long_rows:
+        return MatvecConfig(rows, block_k, num_warps, tiles)
+    if not pdl and not choice:
+        return MatvecConfig(rows, block_k, num_warps, triton.cdiv(tiles, 2))
+    programs = min(tiles, 28 // num_warps * sm_count)
+    # Whole second tiles in whole lines of 16 bytes, so that one instruction can ask for them.
+    whole = pdl and n % rows == 0 and rows * k * itemsize % 16 == 0
+    look_ahead = max(0, min(4 * sm_count, tiles - programs)) if whole else 0
+    return MatvecConfig(rows, block_k, num_warps, programs, look_ahead)
 
 
 # Up to this length of the cache a program per multiprocessor does, and mostly without a reduction.
@@ -171,8 +189,8 @@ def _check(reference, **tensors):
 
 
 def _check_prefetch(prefetch, pdl):
-    if prefetch is not None and not pdl:
-        raise ValueError("prefetch goes with pdl=True: both need compute capability 9.0")
+    if prefetch and not pdl:
+        raise ValueError("prefetch and look_ahead go with pdl=True: they need compute capability 9.0")
 
 
 def matvec(
@@ -203,20 +221,23 @@ def matvec(
             tensor = getattr(choice, name)
             tensors[name] = (tensor, tensor.shape if name == "history" else (1,), dtype)
     _check(x, **tensors)
-    _check_prefetch(prefetch, pdl)
     sm_count = device_info(x.device).sm_count
     if config is None:
         config = matvec_config(N, K, x.element_size(), sm_count, gated=gated, pdl=pdl, choice=choice is not None)
+    _check_prefetch(prefetch or config.look_ahead, pdl)
     tiles = triton.cdiv(N, config.rows)
     programs = config.programs or tiles
-    # The last three programs per multiprocessor: their own loads come last.
-    shares = min(programs, 3 * sm_count)
+    # The last programs, one per multiprocessor: their own loads come last.
+    shares = min(programs, sm_count)
     ahead = prefetch or Prefetch(weight, 0)
+    part_elements = ahead.weight.numel() // ahead.parts
     _matvec_kernel[(programs,)](
         x, weight if gain is None else gain, weight, out,
-        ahead.weight, ahead.weight.numel() // 2, programs - shares, *(choice or (None,) * 5), N, eps,
+        ahead.weight.view(-1)[ahead.skip // ahead.weight.element_size() :], part_elements, programs - shares,
+        config.look_ahead, *(choice or (None,) * 5), N, eps,
         K=K, ROWS=config.rows, BLOCK_K=config.block_k, NORM=gain is not None, GATED=gated, RESIDUAL=residual,
-        EVEN=N % config.rows == 0, LOOP=programs < tiles, PREFETCH=ahead.share(shares), EARLY=early, PDL=pdl,
+        EVEN=N % config.rows == 0, LOOP=programs < tiles, LOOK_AHEAD=config.look_ahead > 0,
+        PREFETCH=ahead.share(shares), PARTS=ahead.parts, PREFETCH_EARLY=ahead.early, EARLY=early, PDL=pdl,
         **launch_options(pdl, num_warps=config.num_warps, num_stages=1),
     )  # fmt: skip
     return out

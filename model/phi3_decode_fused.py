@@ -8,12 +8,12 @@ import torch
 
 from kernels.device import device_info, pdl_supported
 from kernels.fused_decode_wrapper import (
-    SHORT_CACHE,
     Prefetch,
     attention_workspace,
     embed,
     greedy_choice,
     matvec,
+    matvec_config,
     rope_attention,
 )
 from model.load_model import head_dim
@@ -67,22 +67,23 @@ class FusedDecoder(CapturedDecoder):
         embed(self.token, model.embed_tokens.weight, hidden, pdl=pdl)
         for index, layer in enumerate(model.layers):
             attention, mlp = layer.self_attn, layer.mlp
+            ahead = self._prefetches(index)
             self._normed(layer.input_layernorm, attention.qkv_proj.weight, self.qkv)
-            # Gate and up, the largest weight of the layer, follow its smallest: L2 takes in their beginning meanwhile.
-            # H200, 2026-11, microseconds per token: 4 MiB by the O projection 1919 at context 128 (none 1927, 8 MiB
-            # 1925), but 2018 at 512 (none 2004), where 4 MiB by attention take 2014 (none 2028, 8 MiB 2019).
-            ahead = Prefetch(mlp.gate_up_proj.weight, 4 << 20) if pdl else None
-            short = self.kv_cache.max_seq_len <= SHORT_CACHE
             rope_attention(
                 self.qkv, self.cos, self.sin, lengths, self.kv_cache.k[index, 0], self.kv_cache.v[index, 0],
-                self.attended, self.workspace, window=self.window, pdl=pdl, prefetch=None if short else ahead,
+                self.attended, self.workspace, window=self.window, pdl=pdl,
             )  # fmt: skip
             matvec(
                 self.attended, attention.o_proj.weight, hidden, residual=True, pdl=pdl, early=True,
-                prefetch=ahead if short else None,
+                prefetch=ahead["gate_up"],
             )  # fmt: skip
-            self._normed(layer.post_attention_layernorm, mlp.gate_up_proj.weight, self.activated, gated=True)
-            matvec(self.activated, mlp.down_proj.weight, hidden, residual=True, pdl=pdl, early=True)
+            self._normed(
+                layer.post_attention_layernorm, mlp.gate_up_proj.weight, self.activated, gated=True, early=True,
+                prefetch=ahead["down"],
+            )  # fmt: skip
+            matvec(
+                self.activated, mlp.down_proj.weight, hidden, residual=True, pdl=pdl, early=True, prefetch=ahead["qkv"]
+            )  # fmt: skip
         self._normed(model.norm, self.model.lm_head.weight, self.logits[0], choice=self.choice)
 
     def _normed(self, norm, weight, out, **options):
@@ -100,6 +101,32 @@ class FusedDecoder(CapturedDecoder):
         else:
             self._launch()
             self.kv_cache.note_written(1)
+
+    def _prefetches(self, index):
+        """What each projection of a layer asks L2 for while it waits: a Prefetch by the name of the next one, or None.
+
+        Of gate/up and down what their first programs do not load by themselves anyway. Microseconds per token of
+        Phi-3-mini in float16 at context 128 (H200, 2026-11): gate/up by O none 1898, 2 MiB 1889, 3 MiB 1888, 5 MiB
+        1891, 4 MiB that the first programs load too 1895; down by gate/up none 1899, 2 MiB 1892, 4 MiB 1889, 6 MiB
+        1897; the next layer's QKV by down none 1887, 2 MiB 1883.
+        """
+        if not self.pdl:
+            return dict.fromkeys(("gate_up", "down", "qkv"))
+        layers = self.model.model.layers
+        mlp = layers[index].mlp
+        gate_up, down = mlp.gate_up_proj.weight, mlp.down_proj.weight
+        sm_count = device_info(self.device).sm_count
+
+        def first_wave_bytes(weight, parts):
+            rows, columns = weight.shape[0] // parts, weight.shape[1]
+            config = matvec_config(rows, columns, weight.itemsize, sm_count, gated=parts == 2, pdl=True)
+            return config.first_wave_rows(sm_count) * columns * weight.itemsize
+
+        return {
+            "gate_up": Prefetch(gate_up, 3 << 20, parts=2, skip=first_wave_bytes(gate_up, 2), early=True),
+            "down": Prefetch(down, 4 << 20, skip=first_wave_bytes(down, 1)),
+            "qkv": Prefetch(layers[index + 1].self_attn.qkv_proj.weight, 2 << 20) if index + 1 < len(layers) else None,
+        }
 
 
 def _check_supported(model, kv_cache):
