@@ -14,9 +14,11 @@ from kernels import INTERPRETED
 # to one side. Measured there: up to 4 times SDPA's error, so the bar is this much wider, in the interpreter only.
 INTERPRETED_BFLOAT16_SLACK = 3.0
 
-# In float32 a GPU's exp2 instruction, good to two units in the last place, shows beside a library's exp: the kernels'
-# errors are 1 to 2 times SDPA's there in the norm, and up to 3 in the largest of few elements (measured on an H200).
+# In float32 the exp2 and the division of a GPU show beside a library's exp: good to two units in the last place each
+# (CUDA C++ Programming Guide, "Mathematical Functions"), so four steps at the largest value are granted there. The sums
+# differ too: errors of 1 to 2 times SDPA's in the norm, up to 3 in the largest of few elements (measured on an H200).
 FLOAT32_FACTOR = 3.0
+FLOAT32_STEPS = 4.0
 
 
 class Accuracy(NamedTuple):
@@ -49,13 +51,15 @@ def judge(out, reference, native, *, factor=1.5, computed_in=None):
     eps = torch.finfo(computed_in or out.dtype).eps
     if INTERPRETED and out.dtype == torch.bfloat16:
         factor *= INTERPRETED_BFLOAT16_SLACK
+    steps = 1 / 4
     if not INTERPRETED and out.dtype == torch.float32 and computed_in is None:
         factor = max(factor, FLOAT32_FACTOR)
+        steps = FLOAT32_STEPS
     peak, norm = float(reference.abs().max()), float(reference.norm())
     max_error, native_max = (float((x - reference).abs().max()) for x in (out64, native64))
     error, native_error = (float((x - reference).norm()) for x in (out64, native64))
     # Written so that NaN fails.
-    ok = max_error <= factor * native_max + eps / 4 * peak and error <= factor * native_error + eps / 16 * norm
+    ok = max_error <= factor * native_max + steps * eps * peak and error <= factor * native_error + eps / 16 * norm
     ok = ok and out.dtype == native.dtype and bool(torch.isfinite(out).all())
     relative = norm if norm > 0 else 1.0
     return Accuracy(ok, max_error, native_max, error / relative, native_error / relative)

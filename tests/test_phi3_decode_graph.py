@@ -48,6 +48,29 @@ def test_replays_equal_eager_steps():
 
 
 @pytest.mark.gpu
+def test_a_graph_owns_its_cublas_workspace():
+    """torch.compile frees PyTorch's cuBLAS workspaces when it captures: a replay must not write where they were."""
+    model = tiny_model(
+        device="cuda", dtype=torch.float16, hidden_size=3072, intermediate_size=8192, num_attention_heads=32,
+        num_key_value_heads=32, num_hidden_layers=2, initializer_range=0.02,
+    )  # fmt: skip
+    decoder = GraphDecoder(model, cache_for(model, 64))
+
+    def run():
+        decoder.kv_cache.reset()
+        prefill(model, prompt(20), decoder.kv_cache)
+        return decoder.run(torch.tensor([7], device="cuda"), 30)
+
+    expected = run()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    others = [torch.full((size,), float("nan"), device="cuda") for size in (2**20, 2**21, 2**22, 2**23)]
+    assert torch.equal(run(), expected)
+    assert all(bool(other.isnan().all()) for other in others)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("path", PATHS)
 def test_generation_equals_recomputation(path):
     model = tiny_model(device="cuda", sliding_window=11)
