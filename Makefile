@@ -26,13 +26,14 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu bench report lint compat clean
+.PHONY: help setup demo test test-gpu sanitize bench report lint compat clean
 
 help:
 	@echo "make setup     environment in $(VENV), packages, demo checkpoint"
 	@echo "make demo      setup, then steps 1 to 3: inspect, validate, generate"
 	@echo "make test      setup, then lint and the CPU suite"
 	@echo "make test-gpu  the whole suite on the GPU"
+	@echo "make sanitize  compute-sanitizer (memcheck, racecheck) over small launches of every kernel, on the GPU"
 	@echo "make bench     steps 4 to 7 and the other benchmarks, in the README's order; writes results/"
 	@echo "make report    the README's tables and plots from results/"
 	@echo "make lint      ruff, and whether the README's tables agree with results/"
@@ -63,6 +64,12 @@ test: setup lint
 
 test-gpu: $(READY)
 	$(PYTEST) -m "not slow" $(ARGS)
+
+# Compiled first: the sanitizer then runs the kernels only.
+sanitize: $(READY)
+	$(RUN) tests/sanitizer_case.py
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(RUN) tests/sanitizer_case.py
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(RUN) tests/sanitizer_case.py
 
 bench: $(READY)
 	$(RUN) benchmarks/compare_decode_latency.py
