@@ -25,29 +25,20 @@ Sources: the fusion map follows the published CUDA-graph step for Llama-1B in ms
 import triton
 import triton.language as tl
 
+from kernels.decode_attention_triton import (
+    LOWEST,
+    _accumulate,
+    _dot,
+    _first_rows,
+    _load_columns,
+    _over_warps,
+    _store_columns,
+    _sum_accumulators,
+)
 from kernels.device import _launch_next, _wait_for_previous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 EMPTY_KEY = tl.constexpr(-(1 << 63))  # below the key of every logit
-
-
-@triton.jit
-def _old_prefetch_share(ptr, half_stride, share, BYTES: tl.constexpr):
-    """Ask L2 for one share of a gated weight: BYTES of the gate's rows and BYTES of the rows of "up", from one thread.
-
-    One bulk instruction each (PTX ISA, cp.async.bulk.prefetch: compute capability 9.0, multiples of 16 bytes).
-    """
-    start = share.to(tl.int64) * (BYTES * 8 // ptr.dtype.element_ty.primitive_bitwidth)
-    for half in tl.static_range(2):
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
-            "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,r",
-            [ptr + half * half_stride + start, BYTES],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -289,7 +280,7 @@ def _matvec_kernel(
 
 @triton.jit
 def _load_rotated(ptr, offs_d, cos, sin, D: tl.constexpr, ROTARY: tl.constexpr):
-    """One head [D] -> RoPE in float32 [D_PAD]: dims i and i + ROTARY / 2 are partners, those from ROTARY on pass."""
+    """Dims offs_d of one head [D] -> RoPE in float32: i and i + ROTARY / 2 are partners, those from ROTARY on pass."""
     HALF: tl.constexpr = ROTARY // 2
     partner = tl.where(offs_d < HALF, offs_d + HALF, offs_d - HALF)
     x = tl.load(ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
@@ -298,11 +289,40 @@ def _load_rotated(ptr, offs_d, cos, sin, D: tl.constexpr, ROTARY: tl.constexpr):
 
 
 @triton.jit
-def _load_kv(ptr, start, end, offs_t, offs_d, stride_t, D: tl.constexpr):
-    """Positions start + offs_t of one head's cache -> [BLOCK_T, D_PAD]; zeros from ``end`` on."""
-    offs_t = start + offs_t
-    mask = (offs_t < end)[:, None] & (offs_d < D)[None, :]
-    return tl.load(ptr + offs_t.to(tl.int64)[:, None] * stride_t + offs_d[None, :], mask=mask, other=0.0)
+def _load_tile(ptr, start, end, offs_t, stride_t, D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr):
+    """Positions start + offs_t of one head's cache in two column ranges; zeros from ``end`` on."""
+    rows = ptr + (start + offs_t).to(tl.int64) * stride_t
+    mask_t = start + offs_t < end
+    lo = _load_columns(rows, mask_t, 0, D_LO, D)
+    hi = lo
+    if D_HI:
+        hi = _load_columns(rows, mask_t, D_LO, D_HI, D)
+    return lo, hi
+
+
+@triton.jit
+def _load_rotation(cos_ptr, sin_ptr, position, offs_d, ROTARY: tl.constexpr):
+    """RoPE's factors of these dims at one position; those from ROTARY on turn by nothing."""
+    angle = position * (ROTARY // 2) + tl.where(offs_d < ROTARY // 2, offs_d, offs_d - ROTARY // 2)
+    cos = tl.load(cos_ptr + angle, mask=offs_d < ROTARY, other=1.0)
+    return cos, tl.load(sin_ptr + angle, mask=offs_d < ROTARY, other=0.0)
+
+
+@triton.jit
+def _load_new(
+    qkv_ptr, k_row, v_row, head, kv_head, writes, offs_d, cos, sin,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    """These dims of the new token's q (float32), k and v (the cache's dtype); ``writes``: store k and v as well.
+
+    The key is rounded before it is used: later steps see the same one.
+    """
+    q = _load_rotated(qkv_ptr + head * D, offs_d, cos, sin, D, ROTARY)
+    k = _load_rotated(qkv_ptr + (HQ + kv_head) * D, offs_d, cos, sin, D, ROTARY).to(k_row.dtype.element_ty)
+    v = tl.load(qkv_ptr + (HQ + HKV + kv_head) * D + offs_d, mask=offs_d < D, other=0.0)
+    tl.store(k_row + offs_d, k, mask=writes & (offs_d < D))
+    tl.store(v_row + offs_d, v, mask=writes & (offs_d < D))
+    return q, k, v
 
 
 @triton.jit
@@ -317,8 +337,6 @@ def _rope_attention_kernel(
     partial_ptr,  # [HQ, SPLITS, D_PAD] float32: sum of weights * v
     state_ptr,  # [HQ, SPLITS, 2] float32: running maximum (base 2) and sum of weights
     arrived_ptr,  # [HQ] int32, zero before and after
-    next_ptr,  # the gated weight of which every program fetches PREFETCH bytes into L2, twice
-    next_half_stride,
     window,
     scale,
     stride_kh,
@@ -329,11 +347,12 @@ def _rope_attention_kernel(
     HKV: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
+    D_LO: tl.constexpr,
+    D_HI: tl.constexpr,
     ROTARY: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    PIPELINED: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program = (query head, split): RoPE, attention over its share of the past, and the new token in the last.
@@ -342,94 +361,124 @@ def _rope_attention_kernel(
     and a short context has no reduction at all. With more than one chunk, the program that arrives last adds them up,
     always in the order of the chunks: the same bits every time. The first query head of a group writes the group's new
     K/V row; all of them take it from qkv, so nobody reads what is being written.
+
+    Within a tile each warp has keys and a softmax state of its own, as decode_attention_triton.py's ``_attend`` has
+    them and for its reasons: warps meet once, at the end. The query is one row of a product's 16, the others repeat it.
     """
     _launch_next(PDL)
     head = tl.program_id(0)
     split = tl.program_id(1)
     kv_head = head // (HQ // HKV)
-    offs_d = tl.arange(0, D_PAD)
-    offs_t = tl.arange(0, BLOCK_T)
     position = tl.load(lengths_ptr)
     first = tl.maximum(position + 1 - window, 0)
     chunk = tl.cdiv(tl.maximum(tl.cdiv(position - first, SPLITS), 1), BLOCK_T) * BLOCK_T
     active = tl.maximum(tl.cdiv(position - first, chunk), 1)
-    if PREFETCH > 0:
-        _old_prefetch_share(next_ptr, next_half_stride, split * HQ + head, PREFETCH)
     if split >= active:
         return
 
     start = first + split * chunk
     end = tl.minimum(start + chunk, position)
+    offs_t = tl.arange(0, WARPS)[:, None] * (BLOCK_T // WARPS) + tl.arange(0, BLOCK_T // WARPS)[None, :]
     k_ptr += kv_head.to(tl.int64) * stride_kh
     v_ptr += kv_head.to(tl.int64) * stride_vh
-    k = _load_kv(k_ptr, start, end, offs_t, offs_d, stride_kt, D)
-    v = _load_kv(v_ptr, start, end, offs_t, offs_d, stride_vt, D)
-    angle = position * (ROTARY // 2) + tl.where(offs_d < ROTARY // 2, offs_d, offs_d - ROTARY // 2)
-    cos = tl.load(cos_ptr + angle, mask=offs_d < ROTARY, other=1.0)
-    sin = tl.load(sin_ptr + angle, mask=offs_d < ROTARY, other=0.0)
+    k_lo, k_hi = _load_tile(k_ptr, start, end, offs_t, stride_kt, D, D_LO, D_HI)
+    v_lo, v_hi = _load_tile(v_ptr, start, end, offs_t, stride_vt, D, D_LO, D_HI)
+    offs_lo = tl.arange(0, D_LO)
+    cos_lo, sin_lo = _load_rotation(cos_ptr, sin_ptr, position, offs_lo, ROTARY)
+    if D_HI:
+        offs_hi = D_LO + tl.arange(0, D_HI)
+        cos_hi, sin_hi = _load_rotation(cos_ptr, sin_ptr, position, offs_hi, ROTARY)
     _wait_for_previous(PDL)
 
-    q = _load_rotated(qkv_ptr + head * D, offs_d, cos, sin, D, ROTARY) * (scale * LOG2_E)
-    # Rounded as the cache will hold it: later steps see the same key.
-    k_new = _load_rotated(qkv_ptr + (HQ + kv_head) * D, offs_d, cos, sin, D, ROTARY).to(k.dtype)
-    v_new = tl.load(qkv_ptr + (HQ + HKV + kv_head) * D + offs_d, mask=offs_d < D, other=0.0)
     owns_new = split == active - 1
     writes = owns_new & (head % (HQ // HKV) == 0)
-    tl.store(k_ptr + position.to(tl.int64) * stride_kt + offs_d, k_new, mask=writes & (offs_d < D))
-    tl.store(v_ptr + position.to(tl.int64) * stride_vt + offs_d, v_new, mask=writes & (offs_d < D))
+    k_row = k_ptr + position.to(tl.int64) * stride_kt
+    v_row = v_ptr + position.to(tl.int64) * stride_vt
+    q_lo, k_new, v_new_lo = _load_new(
+        qkv_ptr, k_row, v_row, head, kv_head, writes, offs_lo, cos_lo, sin_lo, HQ, HKV, D, ROTARY
+    )  # fmt: skip
+    new_score = tl.sum(q_lo * k_new.to(tl.float32), axis=0)
+    q_rows_lo = tl.broadcast_to(q_lo.to(k_lo.dtype)[None, None, :], [WARPS, 16, D_LO])
+    acc_lo = tl.zeros([WARPS, 16, D_LO], tl.float32)
+    acc_hi = acc_lo
+    if D_HI:
+        q_hi, k_new, v_new_hi = _load_new(
+            qkv_ptr, k_row, v_row, head, kv_head, writes, offs_hi, cos_hi, sin_hi, HQ, HKV, D, ROTARY
+        )  # fmt: skip
+        new_score += tl.sum(q_hi * k_new.to(tl.float32), axis=0)
+        q_rows_hi = tl.broadcast_to(q_hi.to(k_lo.dtype)[None, None, :], [WARPS, 16, D_HI])
+        acc_hi = tl.zeros([WARPS, 16, D_HI], tl.float32)
+    scale_log2e = scale * LOG2_E
+    new_score *= scale_log2e
 
-    # The softmax state starts as the new token alone, or empty. Either way the maximum is finite after one tile: an
-    # active chunk holds a past key or the new one.
-    running_max = tl.where(owns_new, tl.sum(q * k_new.to(tl.float32), axis=0), float("-inf"))
-    running_sum = tl.where(owns_new, 1.0, 0.0)
-    acc = tl.where(owns_new, v_new.to(tl.float32), 0.0)
+    warp_max = tl.full([WARPS, 16], LOWEST, tl.float32)
+    warp_sum = tl.zeros([WARPS, 16], tl.float32)
     for tile in range(start, end, BLOCK_T):
-        if PIPELINED:
-            # The next tile is on its way while this one is used; past the end its mask is empty.
-            k_next = _load_kv(k_ptr, tile + BLOCK_T, end, offs_t, offs_d, stride_kt, D)
-            v_next = _load_kv(v_ptr, tile + BLOCK_T, end, offs_t, offs_d, stride_vt, D)
-        scores = tl.sum(k.to(tl.float32) * q[None, :], axis=1)
-        scores = tl.where(tile + offs_t < end, scores, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, axis=0))
-        rescale = tl.exp2(running_max - new_max)
-        weights = tl.exp2(scores - new_max)
-        running_sum = running_sum * rescale + tl.sum(weights, axis=0)
-        acc = acc * rescale + tl.sum(weights[:, None] * v.to(tl.float32), axis=0)
-        running_max = new_max
-        if PIPELINED:
-            k = k_next
-            v = v_next
-        elif tile + BLOCK_T < end:
-            k = _load_kv(k_ptr, tile + BLOCK_T, end, offs_t, offs_d, stride_kt, D)
-            v = _load_kv(v_ptr, tile + BLOCK_T, end, offs_t, offs_d, stride_vt, D)
+        scores = _dot(q_rows_lo, tl.permute(k_lo, (0, 2, 1)))
+        if D_HI:
+            scores += _dot(q_rows_hi, tl.permute(k_hi, (0, 2, 1)))
+        scores = tl.where((tile + offs_t < end)[:, None, :], scores * scale_log2e, float("-inf"))
+        new_max = tl.maximum(warp_max, tl.max(scores, axis=2))
+        rescale = tl.exp2(warp_max - new_max)
+        weights = tl.exp2(scores - new_max[:, :, None])
+        warp_sum = warp_sum * rescale + tl.sum(weights, axis=2)
+        weights = weights.to(v_lo.dtype)
+        acc_lo = _accumulate(acc_lo, rescale[:, :, None], weights, v_lo)
+        if D_HI:
+            acc_hi = _accumulate(acc_hi, rescale[:, :, None], weights, v_hi)
+        warp_max = new_max
+        # Only now: loads any earlier need a second set of registers, that is, fewer programs per multiprocessor.
+        if tile + BLOCK_T < end:
+            k_lo, k_hi = _load_tile(k_ptr, tile + BLOCK_T, end, offs_t, stride_kt, D, D_LO, D_HI)
+            v_lo, v_hi = _load_tile(v_ptr, tile + BLOCK_T, end, offs_t, stride_vt, D, D_LO, D_HI)
 
-    out_ptrs = out_ptr + head * D + offs_d
+    # Eight of the equal rows leave the loop, which moves nothing between threads; the first is stored.
+    ROWS: tl.constexpr = 8
+    warp_max = tl.reshape(_first_rows(warp_max[:, :, None], ROWS), [WARPS, ROWS])
+    warp_sum = tl.reshape(_first_rows(warp_sum[:, :, None], ROWS), [WARPS, ROWS])
+    # An active chunk holds a past key or the new one, so that the sum is not 0.
+    running_max = tl.maximum(_over_warps(warp_max, True), tl.where(owns_new, new_score, LOWEST))
+    rescale = tl.exp2(warp_max - running_max[None, :])
+    new_weight = tl.where(owns_new, tl.exp2(new_score - running_max), 0.0)
+    running_sum = _over_warps(warp_sum * rescale, False) + new_weight
+    acc_lo = _sum_accumulators(acc_lo, rescale, ROWS) + new_weight[:, None] * v_new_lo.to(tl.float32)[None, :]
+    if D_HI:
+        acc_hi = _sum_accumulators(acc_hi, rescale, ROWS) + new_weight[:, None] * v_new_hi.to(tl.float32)[None, :]
+
+    rows = tl.arange(0, ROWS)
     if active == 1:
-        tl.store(out_ptrs, (acc / running_sum).to(out_ptr.dtype.element_ty), mask=offs_d < D)
+        out_rows = out_ptr + head * D + 0 * rows
+        _store_columns(out_rows, rows == 0, acc_lo / running_sum[:, None], 0, D_LO, D)
+        if D_HI:
+            _store_columns(out_rows, rows == 0, acc_hi / running_sum[:, None], D_LO, D_HI, D)
         return
     row = head * SPLITS + split
-    tl.store(partial_ptr + row * D_PAD + offs_d, acc)
-    tl.store(state_ptr + row * 2, running_max)
-    tl.store(state_ptr + row * 2 + 1, running_sum)
+    partial_rows = partial_ptr + row * D_PAD + 0 * rows
+    _store_columns(partial_rows, rows == 0, acc_lo, 0, D_LO, D)
+    if D_HI:
+        _store_columns(partial_rows, rows == 0, acc_hi, D_LO, D_HI, D)
+    tl.store(state_ptr + row * 2 + 0 * rows, running_max, mask=rows == 0)
+    tl.store(state_ptr + row * 2 + 1 + 0 * rows, running_sum, mask=rows == 0)
     # The atomic is issued by one thread: without the barrier it would not order the other threads' stores.
     tl.debug_barrier()
     arrived = tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu")
     if arrived == active - 1:
         splits = tl.arange(0, SPLITS)
+        offs_d = tl.arange(0, D_PAD)
         state_ptrs = state_ptr + (head * SPLITS + splits) * 2
         # .cg: from L2, where the other programs' stores are.
         maxima = tl.load(state_ptrs, mask=splits < active, other=float("-inf"), cache_modifier=".cg")
         sums = tl.load(state_ptrs + 1, mask=splits < active, other=0.0, cache_modifier=".cg")
         partials = tl.load(
             partial_ptr + (head * SPLITS + splits)[:, None] * D_PAD + offs_d[None, :],
-            mask=(splits < active)[:, None],
+            mask=(splits < active)[:, None] & (offs_d < D)[None, :],
             other=0.0,
             cache_modifier=".cg",
         )
         weights = tl.exp2(maxima - tl.max(maxima, axis=0))
         total = tl.sum(weights * sums, axis=0)
         acc = tl.sum(weights[:, None] * partials, axis=0)
-        tl.store(out_ptrs, (acc / total).to(out_ptr.dtype.element_ty), mask=offs_d < D)
+        tl.store(out_ptr + head * D + offs_d, (acc / total).to(out_ptr.dtype.element_ty), mask=offs_d < D)
         tl.store(arrived_ptr + head, 0)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from kernels.decode_attention_wrapper import split_head_dim
 from kernels.device import check_launchable, device_info, launch_options
 from kernels.fused_decode_triton import EMPTY_KEY, _embed_kernel, _matvec_kernel, _rope_attention_kernel
 
@@ -37,16 +38,11 @@ class MatvecConfig(NamedTuple):
 
 
 class AttentionConfig(NamedTuple):
-    """splits: chunks that the past is cut into at most; block_t: positions per tile; num_warps: warps per program.
-
-    pipelined: load a chunk's next tile while one is used. max_registers: per thread, for the compiler.
-    """
+    """splits: chunks that the past is cut into at most; block_t: positions per tile; num_warps: warps per program."""
 
     splits: int
     block_t: int
     num_warps: int
-    pipelined: bool = True
-    max_registers: int | None = None
 
 
 class AttentionWorkspace(NamedTuple):
@@ -135,36 +131,48 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=Fa
     return MatvecConfig(rows, block_k, num_warps, programs, look_ahead)
 
 
-# Up to this length of the cache a program per multiprocessor does, and mostly without a reduction.
+# Up to this length of the cache attention is a matter of latency: small programs, few of them to merge.
 SHORT_CACHE = 256
 
 
-def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, pdl=False):
+def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, pdl=False, tensor_cores=True):
     """AttentionConfig for a cache of max_seq_len: one launch, captured once, serves every length of it.
 
-    A tile of K takes 128 bytes per thread. Microseconds per token of Phi-3-mini at context 128, 512, 2048 with PDL (one
-    H200, 2026-11), all else equal, (splits, block_t, warps): (4, 128, 8) 1923, 2044, 2327; (16, 64, 4) 1943, 2026,
-    2234; (12, 64, 4) 1944, 2029, 2237; (8, 64, 4) 1953, 2076, 2390. Not pipelined, (16, 64, 4) takes 2018 at 512, where
-    a chunk is one tile, and 2253 at 2048; (4, 128, 8) 1944 at 128, perhaps because its fewer registers let two programs
-    share a multiprocessor while others idle. Without PDL, context 128: (4, 64, 4) 2146, (4, 128, 8) 2177.
+    Four warps per multiprocessor for a short cache, eight for a long one, with 16 and 32 keys for each, or as many as
+    their registers hold. tensor_cores: whether the GPU has them for 16 bits. Microseconds per token of Phi-3-mini in
+    float16 (one H200, 2026-11), all else equal, (splits, block_t, warps):
+
+    - PDL, context 128: (2, 128, 8) 1871, (2, 128, 4) 1876, (4, 128, 8) 1877, (4, 64, 2) 1885, (8, 32, 2) 1895,
+      (4, 64, 4) 1900; (1, 256, 8), too large to start beside the programs before it, 2174. Without PDL: (8, 32, 2)
+      2123, (4, 64, 2) 2128, (4, 64, 4) 2129, (2, 128, 8) 2131.
+    - PDL, context 512: (8, 128, 4) 1925, (16, 64, 2) 1933, (16, 64, 4) 1950, (4, 128, 8) 1966, (8, 64, 4) 1998.
+      2048: (8, 128, 4) 2134, (16, 64, 2) 2148, (16, 128, 4) 2180, (4, 128, 8) 2225, (8, 128, 8) 2367.
     """
     short = max_seq_len <= SHORT_CACHE
-    num_warps = 8 if short and pdl else 4
-    block_t = max(16, num_warps * 32 * 128 // (triton.next_power_of_2(head_dim) * itemsize))
-    splits = _pow2_floor(max(1, (1 if short else 4) * sm_count // num_heads))
-    if short:
-        return AttentionConfig(splits, block_t, num_warps, pipelined=pdl)
+    # Elements of K per thread; a tile of V is as large.
+    if itemsize == 2 and tensor_cores:
+        # A query and an accumulator of more than 128 dims are too much for one warp: two share each set of 16 keys.
+        wide = head_dim > 128
+        num_warps = 8 if wide or (short and pdl) else 2 if short else 4
+        elements = 64 if wide else 96
+    else:
+        # Without tensor cores a product holds whole rows of both factors in registers, those of 16 bits also unpacked.
+        num_warps, elements = 8, 4 * itemsize
+    block_t = _pow2_floor(max(16, num_warps * 32 * elements // sum(split_head_dim(head_dim))))
+    block_t = min(block_t, num_warps * (16 if short else 32))
+    splits = _pow2_floor(max(1, (4 if short else 8) * sm_count // (num_heads * num_warps)))
     splits = min(splits, triton.next_power_of_2(triton.cdiv(max_seq_len, block_t)))
-    pipelined = max_seq_len > splits * block_t
-    # Three and four programs of four warps per multiprocessor.
-    return AttentionConfig(splits, block_t, num_warps, pipelined, 168 if pipelined else 128)
+    return AttentionConfig(splits, block_t, num_warps)
 
 
 def attention_workspace(num_heads, head_dim, max_seq_len, dtype, device, config=None, *, pdl=False):
     """AttentionWorkspace for one sequence of up to ``max_seq_len`` positions; pdl: how it is going to be launched."""
     if config is None:
-        sm_count = device_info(device).sm_count
-        config = attention_config(num_heads, head_dim, dtype.itemsize, max_seq_len, sm_count, pdl=pdl)
+        info = device_info(device)
+        config = attention_config(
+            num_heads, head_dim, dtype.itemsize, max_seq_len, info.sm_count,
+            pdl=pdl, tensor_cores=info.capability >= (8, 0),
+        )  # fmt: skip
     splits, d_pad = config.splits, triton.next_power_of_2(head_dim)
     return AttentionWorkspace(
         torch.empty(num_heads, splits, d_pad, dtype=torch.float32, device=device),
@@ -243,9 +251,7 @@ def matvec(
     return out
 
 
-def rope_attention(
-    qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, window=None, scale=None, pdl=False, prefetch=None
-):  # fmt: skip
+def rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, window=None, scale=None, pdl=False):
     """Attention of one new token over its cache, RoPE and the cache's new row included; returns ``out``.
 
     qkv: [(Hq + 2 Hkv) D], q, k, v as the projection gives them. cos, sin: [>= T_max, rotary_dim / 2] float32, row p for
@@ -279,16 +285,17 @@ def rope_attention(
     config = workspace.config
     if tuple(workspace.partial.shape) != (Hq, config.splits, triton.next_power_of_2(D)):
         raise ValueError(f"workspace was made for other sizes than {Hq} heads of head_dim {D}")
-    _check_prefetch(prefetch, pdl)
-    ahead = prefetch or Prefetch(qkv, 0)
+    d_lo, d_hi = split_head_dim(D)
+    if qkv.dtype == torch.float32 and d_lo > 64 and d_hi == 0:
+        # A score in float32 is one chain of additions over the dims; two of half the length are the more accurate.
+        d_lo = d_hi = d_lo // 2
     _rope_attention_kernel[(Hq, config.splits)](
         qkv, cos, sin, lengths, k_cache, v_cache, out, workspace.partial, workspace.state, workspace.arrived,
-        ahead.weight, ahead.weight.numel() // 2,
         T_max if window is None else window, D**-0.5 if scale is None else scale,
         k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
-        HQ=Hq, HKV=Hkv, D=D, D_PAD=triton.next_power_of_2(D), ROTARY=2 * half, SPLITS=config.splits,
-        BLOCK_T=config.block_t, PIPELINED=config.pipelined, PREFETCH=ahead.share(Hq * config.splits), PDL=pdl,
-        **launch_options(pdl, num_warps=config.num_warps, num_stages=1, maxnreg=config.max_registers),
+        HQ=Hq, HKV=Hkv, D=D, D_PAD=triton.next_power_of_2(D), D_LO=d_lo, D_HI=d_hi, ROTARY=2 * half,
+        SPLITS=config.splits, BLOCK_T=config.block_t, WARPS=min(config.num_warps, config.block_t // 16), PDL=pdl,
+        **launch_options(pdl, num_warps=config.num_warps, num_stages=1),
     )  # fmt: skip
     return out
 

@@ -121,41 +121,60 @@ def attention_inputs(Hq, Hkv, D, T_max, position, dtype, device, rotary=None):
     return qkv, angles.cos(), angles.sin(), lengths, k_cache, v_cache
 
 
-# (Hq, Hkv, D, position, window, rotary, (splits, block_t)): odd lengths first, tile edges, one split and many.
+# (Hq, Hkv, D, position, window, rotary, (splits, block_t, warps)): odd lengths first, tile edges, one split and many,
+# warps with keys of their own, warps that share keys.
 ATTENTION_CASES = {
-    "empty-cache": (2, 2, 16, 0, None, None, (4, 16)),
-    "one": (2, 2, 16, 1, None, None, (4, 16)),
-    "tile-minus-1": (2, 2, 16, 15, None, None, (4, 16)),
-    "tile": (2, 2, 16, 16, None, None, (4, 16)),
-    "tile-plus-1": (2, 2, 16, 17, None, None, (4, 16)),
-    "all-splits": (2, 2, 16, 64, None, None, (4, 16)),
-    "two-tiles-per-split": (2, 1, 16, 101, None, None, (4, 16)),
-    "one-split-many-tiles": (2, 2, 16, 70, None, None, (1, 16)),
-    "head-96": (2, 2, 96, 37, None, None, (4, 16)),
-    "gqa-partial-rotary": (6, 2, 16, 45, None, 12, (4, 16)),
-    "mqa-71": (5, 1, 16, 20, None, None, (2, 16)),
-    "window": (2, 2, 16, 101, 40, None, (4, 16)),
-    "window-full": (2, 2, 16, 39, 40, None, (4, 16)),
-    "window-plus-1": (2, 2, 16, 40, 40, None, (4, 16)),
-    "window-1": (2, 2, 16, 40, 1, None, (4, 16)),
+    "empty-cache": (2, 2, 16, 0, None, None, (4, 16, 4)),
+    "one": (2, 2, 16, 1, None, None, (4, 16, 4)),
+    "tile-minus-1": (2, 2, 16, 31, None, None, (4, 32, 2)),
+    "tile": (2, 2, 16, 32, None, None, (4, 32, 2)),
+    "tile-plus-1": (2, 2, 16, 33, None, None, (4, 32, 2)),
+    "warps-without-a-key": (4, 4, 16, 17, None, None, (2, 128, 8)),
+    "32-keys-per-warp": (2, 2, 16, 63, None, None, (1, 64, 2)),
+    "all-splits": (2, 2, 16, 64, None, None, (4, 16, 4)),
+    "two-tiles-per-split": (2, 1, 16, 101, None, None, (4, 16, 1)),
+    "one-split-many-tiles": (2, 2, 16, 70, None, None, (1, 16, 4)),
+    "head-64": (1, 1, 64, 50, None, None, (2, 32, 2)),
+    "head-80": (2, 1, 80, 37, None, 32, (4, 32, 8)),
+    "head-96": (2, 2, 96, 37, None, None, (4, 16, 4)),
+    "head-112": (1, 1, 112, 37, None, None, (2, 32, 2)),
+    "head-128": (6, 3, 128, 37, None, 96, (2, 64, 4)),
+    "head-256": (6, 3, 256, 37, None, None, (2, 64, 8)),
+    "gqa-partial-rotary": (6, 2, 16, 45, None, 12, (4, 16, 4)),
+    "mqa-5": (5, 1, 16, 20, None, None, (2, 16, 4)),
+    "window": (2, 2, 16, 101, 40, None, (4, 16, 4)),
+    "window-within-a-tile": (2, 2, 16, 101, 40, None, (2, 64, 4)),
+    "window-full": (2, 2, 16, 39, 40, None, (4, 16, 4)),
+    "window-plus-1": (2, 2, 16, 40, 40, None, (4, 16, 4)),
+    "window-1": (2, 2, 16, 40, 1, None, (4, 16, 4)),
 }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ATTENTION_CASES)
 def test_rope_attention_matches_reference(case, dtype, device):
-    Hq, Hkv, D, position, window, rotary, (splits, block_t) = ATTENTION_CASES[case]
-    T_max = 112
+    Hq, Hkv, D, position, window, rotary, config = ATTENTION_CASES[case]
+    check_rope_attention(case, Hq, Hkv, D, 112, position, window, rotary, AttentionConfig(*config), dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize("T_max, position", [(160, 150), (300, 290)], ids=["short", "long"])
+def test_rope_attention_by_its_own_choice_matches_reference(T_max, position, D, dtype, device):
+    check_rope_attention("own choice", 6, 3, D, T_max, position, None, None, None, dtype, device)
+
+
+def check_rope_attention(what, Hq, Hkv, D, T_max, position, window, rotary, config, dtype, device):
     qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(Hq, Hkv, D, T_max, position, dtype, device, rotary)
     native, _, _ = attention_step(qkv, cos, sin, k_cache, v_cache, position, Hq, window)
     doubles = [t.double() for t in (qkv, cos, sin, k_cache, v_cache)]
     reference, k_new, v_new = attention_step(*doubles, position, Hq, window)
     before = k_cache.clone(), v_cache.clone()
-    workspace = attention_workspace(Hq, D, T_max, dtype, device, AttentionConfig(splits, block_t, 4))
+    workspace = attention_workspace(Hq, D, T_max, dtype, device, config)
     out = torch.empty(Hq * D, dtype=dtype, device=device)
     rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, window=window)
 
-    assert_close_to_reference(out, reference, native, what=case)
+    assert_close_to_reference(out, reference, native, what=what)
     torch.testing.assert_close(k_cache[:, position].double(), k_new, rtol=torch.finfo(dtype).eps, atol=1e-6)
     assert torch.equal(v_cache[:, position].double(), v_new)
     for cache, old in zip((k_cache, v_cache), before, strict=True):
@@ -171,7 +190,7 @@ def test_rope_attention_counts_the_window_right(device):
     k_cache[:, :20] = 0
     v_cache[:, :20] = torch.arange(20.0, device=device)[None, :, None]
     qkv[32:] = 20
-    workspace = attention_workspace(1, 16, 32, torch.float32, device, AttentionConfig(2, 16, 4))
+    workspace = attention_workspace(1, 16, 32, torch.float32, device, AttentionConfig(2, 32, 2))
     out = rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(16, device=device), workspace, window=7)
     torch.testing.assert_close(out, torch.full_like(out, 17.0))
 
@@ -182,7 +201,7 @@ def test_rope_attention_reads_the_right_kv_head(device):
     heads = torch.arange(Hkv, dtype=torch.float16, device=device)
     v_cache[:, :17] = heads[:, None, None]
     qkv[(Hq + Hkv) * D :] = heads.repeat_interleave(D)
-    workspace = attention_workspace(Hq, D, 20, torch.float16, device, AttentionConfig(2, 16, 4))
+    workspace = attention_workspace(Hq, D, 20, torch.float16, device, AttentionConfig(2, 32, 2))
     out = rope_attention(
         qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(Hq * D, dtype=torch.float16, device=device), workspace
     )
@@ -194,7 +213,7 @@ def test_rope_attention_takes_a_layer_of_a_larger_cache(device):
     qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(2, 2, 16, 32, 20, torch.float16, device)
     large = torch.full((2, 2, 2, 40, 16), float("nan"), dtype=torch.float16, device=device)
     large[0, 1, :, :32], large[1, 1, :, :32] = k_cache, v_cache
-    workspace = attention_workspace(2, 16, 32, torch.float16, device, AttentionConfig(2, 16, 4))
+    workspace = attention_workspace(2, 16, 32, torch.float16, device, AttentionConfig(2, 32, 2))
     out, strided = (torch.empty(32, dtype=torch.float16, device=device) for _ in range(2))
     rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace)
     rope_attention(qkv, cos, sin, lengths, large[0, 1, :, :32], large[1, 1, :, :32], strided, workspace)
@@ -285,14 +304,26 @@ def test_matvec_config_fits_registers(n, k, gated, itemsize, pdl):
 
 
 def test_attention_config_covers_the_device_and_the_length():
-    assert attention_config(32, 96, 2, 256, 132, pdl=True)[:4] == (4, 128, 8, True)
-    assert attention_config(32, 96, 2, 256, 132)[:4] == (4, 64, 4, False)
-    assert attention_config(32, 96, 2, 1024, 132)[:4] == (16, 64, 4, False), "one tile per chunk"
-    assert attention_config(32, 96, 2, 1025, 132)[:4] == (16, 64, 4, True)
-    assert attention_config(32, 96, 2, 257, 132).splits == 8, "no chunk that is always empty"
-    assert attention_config(8, 128, 2, 131072, 132).splits == 64
-    assert attention_config(32, 96, 2, 4096, 24).splits == 2
-    assert attention_config(32, 256, 4, 4096, 132).block_t == 16
+    assert attention_config(32, 96, 2, 256, 132, pdl=True) == (2, 128, 8)
+    assert attention_config(32, 96, 2, 256, 132) == (8, 32, 2)
+    assert attention_config(32, 96, 2, 257, 132, pdl=True) == (4, 128, 4), "no chunk that is always empty"
+    assert attention_config(32, 96, 2, 4096, 132, pdl=True) == attention_config(32, 96, 2, 4096, 132) == (8, 128, 4)
+    assert attention_config(8, 128, 2, 131072, 132).splits == 32
+    assert attention_config(32, 96, 2, 4096, 24).splits == 1
+    assert attention_config(64, 256, 4, 4096, 24) == (1, 16, 8)
+    assert attention_config(32, 96, 2, 4096, 40, tensor_cores=False) == (1, 16, 8)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("tensor_cores", [True, False])
+@pytest.mark.parametrize("max_seq_len", [1, 256, 4096])
+@pytest.mark.parametrize("pdl", [True, False])
+def test_attention_config_gives_every_key_a_warp(itemsize, tensor_cores, max_seq_len, pdl):
+    for head_dim in range(16, 257, 8):
+        config = attention_config(8, head_dim, itemsize, max_seq_len, 132, pdl=pdl, tensor_cores=tensor_cores)
+        assert all(value & (value - 1) == 0 and value > 0 for value in config)
+        # At least the 16 keys that a product takes, at most two such sets for each warp.
+        assert 16 <= config.block_t <= 32 * config.num_warps
 
 
 def test_prefetch_shares_are_whole_16_bytes_within_the_weight(device):
@@ -337,11 +368,12 @@ with compile_only(capability) as compiled:
     matvec(e(8192), e(3072, 8192), e(3072), residual=True, pdl=pdl)
     choice = greedy_choice(e(1, dtype=torch.int64), e(4096, dtype=torch.int64), e(1, dtype=torch.int32))
     matvec(e(3072), e(32064, 3072), e(32064), gain=e(3072), eps=1e-5, pdl=pdl, choice=choice)
-    for length in (256, 1024, 4096):
-        workspace = attention_workspace(32, 96, length, torch.float16, torch.device("cpu"), pdl=pdl)
-        rope_attention(e(9216), e(length, 48, dtype=torch.float32), e(length, 48, dtype=torch.float32),
-                       e(1, dtype=torch.int32), e(32, length, 96), e(32, length, 96), e(3072), workspace,
-                       pdl=pdl)
+    for length in (256, 4096):
+        for heads, D, dtype in ((32, 96, torch.float16), (32, 96, torch.float32), (8, 256, torch.bfloat16)):
+            workspace = attention_workspace(heads, D, length, dtype, torch.device("cpu"), pdl=pdl)
+            qkv, out, cache = e(3 * heads * D, dtype=dtype), e(heads * D, dtype=dtype), e(heads, length, D, dtype=dtype)
+            table = e(length, D // 2, dtype=torch.float32)
+            rope_attention(qkv, table, table, e(1, dtype=torch.int32), cache, cache, out, workspace, pdl=pdl)
 for kernel in compiled:
     lines = [line for line in kernel.ptx.splitlines() if "ld.global" in line or "griddepcontrol.wait" in line]
     kinds = ["W" if "wait" in line else "s" if "evict_first" in line else "." for line in lines]
@@ -359,7 +391,7 @@ def test_code_generation(capability):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-2000:]
     kernels = re.findall(r"KERNEL (\w+) (\d+) (\S+) (\w+)", result.stdout)
-    assert len(kernels) == 8
+    assert len(kernels) == 11
     for name, spill_bytes, loads, wide in kernels:
         assert int(spill_bytes) == 0, f"{name} spills {spill_bytes} bytes per thread"
         assert ("W" in loads) == (capability == "9.0"), f"{name}: {loads}"
