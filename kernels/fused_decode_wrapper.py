@@ -6,6 +6,7 @@ kernel before it still runs, and waits by itself. The first kernel of a token, `
 reading the past before the wait right (fused_decode_triton.py states the rules).
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -135,44 +136,45 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=Fa
 SHORT_CACHE = 256
 
 
-def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, pdl=False, tensor_cores=True):
+def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, tensor_cores=True):
     """AttentionConfig for a cache of max_seq_len: one launch, captured once, serves every length of it.
 
     Four warps per multiprocessor for a short cache, eight for a long one, with 16 and 32 keys for each, or as many as
-    their registers hold. tensor_cores: whether the GPU has them for 16 bits. Microseconds per token of Phi-3-mini in
-    float16 (one H200, 2026-11), all else equal, (splits, block_t, warps):
+    their registers hold. tensor_cores: whether the GPU has them for 16 bits. With and without PDL alike, so that both
+    give the same bits. Microseconds per token of Phi-3-mini in float16 (one H200, 2026-11), all else equal, (splits,
+    block_t, warps):
 
-    - PDL, context 128: (2, 128, 8) 1871, (2, 128, 4) 1876, (4, 128, 8) 1877, (4, 64, 2) 1885, (8, 32, 2) 1895,
-      (4, 64, 4) 1900; (1, 256, 8), too large to start beside the programs before it, 2174. Without PDL: (8, 32, 2)
-      2123, (4, 64, 2) 2128, (4, 64, 4) 2129, (2, 128, 8) 2131.
-    - PDL, context 512: (8, 128, 4) 1925, (16, 64, 2) 1933, (16, 64, 4) 1950, (4, 128, 8) 1966, (8, 64, 4) 1998.
-      2048: (8, 128, 4) 2134, (16, 64, 2) 2148, (16, 128, 4) 2180, (4, 128, 8) 2225, (8, 128, 8) 2367.
+    - Context 128: (2, 128, 8) 1871, (2, 128, 4) 1876, (4, 128, 8) 1877, (4, 64, 2) 1885, (8, 32, 2) 1895, (4, 64, 4)
+      1900; (1, 256, 8), too large to start beside the programs before it, 2174. Without PDL: (8, 32, 2) 2115 to 2123,
+      (2, 128, 8) 2113 to 2131, (4, 64, 2) 2127.
+    - Context 512: (8, 128, 4) 1925, (16, 64, 2) 1933, (16, 64, 4) 1950, (4, 128, 8) 1966, (8, 64, 4) 1998. 2048:
+      (8, 128, 4) 2134, (16, 64, 2) 2148, (16, 128, 4) 2180, (4, 128, 8) 2225, (8, 128, 8) 2367. Without PDL:
+      (16, 64, 2) 2184 and 2372, (8, 128, 4) 2194 and 2409.
     """
     short = max_seq_len <= SHORT_CACHE
     # Elements of K per thread; a tile of V is as large.
     if itemsize == 2 and tensor_cores:
         # A query and an accumulator of more than 128 dims are too much for one warp: two share each set of 16 keys.
         wide = head_dim > 128
-        num_warps = 8 if wide or (short and pdl) else 2 if short else 4
+        num_warps = 8 if wide or short else 4
         elements = 64 if wide else 96
     else:
         # Without tensor cores a product holds whole rows of both factors in registers, those of 16 bits also unpacked.
         num_warps, elements = 8, 4 * itemsize
     block_t = _pow2_floor(max(16, num_warps * 32 * elements // sum(split_head_dim(head_dim))))
     block_t = min(block_t, num_warps * (16 if short else 32))
-    splits = _pow2_floor(max(1, (4 if short else 8) * sm_count // (num_heads * num_warps)))
-    splits = min(splits, triton.next_power_of_2(triton.cdiv(max_seq_len, block_t)))
+    splits = max(1, (4 if short else 8) * sm_count / (num_heads * num_warps))
+    splits = min(1 << round(math.log2(splits)), triton.next_power_of_2(triton.cdiv(max_seq_len, block_t)))
     return AttentionConfig(splits, block_t, num_warps)
 
 
-def attention_workspace(num_heads, head_dim, max_seq_len, dtype, device, config=None, *, pdl=False):
-    """AttentionWorkspace for one sequence of up to ``max_seq_len`` positions; pdl: how it is going to be launched."""
+def attention_workspace(num_heads, head_dim, max_seq_len, dtype, device, config=None):
+    """AttentionWorkspace for one sequence of up to ``max_seq_len`` positions."""
     if config is None:
         info = device_info(device)
         config = attention_config(
-            num_heads, head_dim, dtype.itemsize, max_seq_len, info.sm_count,
-            pdl=pdl, tensor_cores=info.capability >= (8, 0),
-        )  # fmt: skip
+            num_heads, head_dim, dtype.itemsize, max_seq_len, info.sm_count, tensor_cores=info.capability >= (8, 0)
+        )
     splits, d_pad = config.splits, triton.next_power_of_2(head_dim)
     return AttentionWorkspace(
         torch.empty(num_heads, splits, d_pad, dtype=torch.float32, device=device),

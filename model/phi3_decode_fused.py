@@ -59,7 +59,7 @@ class FusedDecoder(CapturedDecoder):
         self.logits = buffer(config.vocab_size)[None]
         self.history = torch.empty(kv_cache.max_seq_len, dtype=torch.int64, device=self.device)
         self.choice = greedy_choice(self.token, self.history, kv_cache.lengths)
-        self.workspace = attention_workspace(Hq, D, kv_cache.max_seq_len, dtype, self.device, pdl=self.pdl)
+        self.workspace = attention_workspace(Hq, D, kv_cache.max_seq_len, dtype, self.device)
 
     def _launch(self):
         model, pdl = self.model.model, self.pdl

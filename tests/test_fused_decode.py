@@ -304,12 +304,11 @@ def test_matvec_config_fits_registers(n, k, gated, itemsize, pdl):
 
 
 def test_attention_config_covers_the_device_and_the_length():
-    assert attention_config(32, 96, 2, 256, 132, pdl=True) == (2, 128, 8)
-    assert attention_config(32, 96, 2, 256, 132) == (8, 32, 2)
-    assert attention_config(32, 96, 2, 257, 132, pdl=True) == (4, 128, 4), "no chunk that is always empty"
-    assert attention_config(32, 96, 2, 4096, 132, pdl=True) == attention_config(32, 96, 2, 4096, 132) == (8, 128, 4)
+    assert attention_config(32, 96, 2, 256, 132) == (2, 128, 8)
+    assert attention_config(32, 96, 2, 257, 132) == (4, 128, 4), "no chunk that is always empty"
+    assert attention_config(32, 96, 2, 4096, 132) == (8, 128, 4)
     assert attention_config(8, 128, 2, 131072, 132).splits == 32
-    assert attention_config(32, 96, 2, 4096, 24).splits == 1
+    assert attention_config(32, 96, 2, 4096, 24).splits == 2
     assert attention_config(64, 256, 4, 4096, 24) == (1, 16, 8)
     assert attention_config(32, 96, 2, 4096, 40, tensor_cores=False) == (1, 16, 8)
 
@@ -317,10 +316,9 @@ def test_attention_config_covers_the_device_and_the_length():
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("tensor_cores", [True, False])
 @pytest.mark.parametrize("max_seq_len", [1, 256, 4096])
-@pytest.mark.parametrize("pdl", [True, False])
-def test_attention_config_gives_every_key_a_warp(itemsize, tensor_cores, max_seq_len, pdl):
+def test_attention_config_gives_every_key_a_warp(itemsize, tensor_cores, max_seq_len):
     for head_dim in range(16, 257, 8):
-        config = attention_config(8, head_dim, itemsize, max_seq_len, 132, pdl=pdl, tensor_cores=tensor_cores)
+        config = attention_config(8, head_dim, itemsize, max_seq_len, 132, tensor_cores=tensor_cores)
         assert all(value & (value - 1) == 0 and value > 0 for value in config)
         # At least the 16 keys that a product takes, at most two such sets for each warp.
         assert 16 <= config.block_t <= 32 * config.num_warps
@@ -338,9 +336,7 @@ def test_prefetch_shares_are_whole_16_bytes_within_the_weight(device):
             matvec(weight[0], weight, weight[1].clone(), **hint)
 
 
-@pytest.mark.parametrize(
-    "n, k, gated", ((9216, 3072, False), (8192, 3072, True), (32064, 3072, False), (1848, 3072, False))
-)
+@pytest.mark.parametrize("n, k, gated", ((9216, 3072, False), (8192, 3072, True), (32064, 3072, False)))
 def test_look_ahead_stays_within_the_weight(n, k, gated):
     config = matvec_config(n, k, 2, 132, gated=gated, pdl=True)
     assert 0 < config.look_ahead <= config.programs
@@ -370,7 +366,7 @@ with compile_only(capability) as compiled:
     matvec(e(3072), e(32064, 3072), e(32064), gain=e(3072), eps=1e-5, pdl=pdl, choice=choice)
     for length in (256, 4096):
         for heads, D, dtype in ((32, 96, torch.float16), (32, 96, torch.float32), (8, 256, torch.bfloat16)):
-            workspace = attention_workspace(heads, D, length, dtype, torch.device("cpu"), pdl=pdl)
+            workspace = attention_workspace(heads, D, length, dtype, torch.device("cpu"))
             qkv, out, cache = e(3 * heads * D, dtype=dtype), e(heads * D, dtype=dtype), e(heads, length, D, dtype=dtype)
             table = e(length, D // 2, dtype=torch.float32)
             rope_attention(qkv, table, table, e(1, dtype=torch.int32), cache, cache, out, workspace, pdl=pdl)
