@@ -4,6 +4,7 @@ Order of precedence: a script's command-line flag, then the environment variable
 A value of the wrong type or range ends the program with one line that names it (exit code 2).
 """
 
+import difflib
 import os
 import sys
 from pathlib import Path
@@ -62,9 +63,10 @@ CHOICES = {
 }
 MINIMUM = {"MAX_SEQ_LEN": 1, "NEW_TOKENS": 1, "SEED": 0, "WARMUP": 0, "ITERATIONS": 1}
 LARGEST = 2**63 - 1  # what a torch seed or size can be
-NAMES = tuple(
-    name for name in list(globals()) if name.isupper() and name not in ("ROOT", "CHOICES", "MINIMUM", "LARGEST")
-)
+# Read by benchmarks/common.py: the commit to note in result files.
+ENVIRONMENT_ONLY = ("COMMIT",)
+NO_SETTINGS = ("ROOT", "CHOICES", "MINIMUM", "LARGEST", "ENVIRONMENT_ONLY", "NO_SETTINGS", "NAMES")
+NAMES = tuple(name for name in list(globals()) if name.isupper() and name not in NO_SETTINGS)
 
 
 def check(name, value):
@@ -85,6 +87,14 @@ def check(name, value):
 
 
 def _apply_environment():
+    known = (*NAMES, *ENVIRONMENT_ONLY)
+    for variable in os.environ:
+        name = variable.removeprefix("PHI_TRITON_")
+        if name != variable and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean PHI_TRITON_{near[0]}?" if near else f"settings are {', '.join(known)}"
+            print(f"error: environment variable {variable} is no setting; {hint}", file=sys.stderr)
+            raise SystemExit(2)
     for name in NAMES:
         text = os.environ.get(f"PHI_TRITON_{name}")
         source = "config.py" if text is None else f"environment variable PHI_TRITON_{name}"

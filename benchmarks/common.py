@@ -260,12 +260,14 @@ def _smi():
 
 
 def _commit():
-    """Commit of the working tree, "-dirty" where files differ from it; PHI_TRITON_COMMIT where there is no git."""
+    """PHI_TRITON_COMMIT where it is set (a copy without its history), else git's word, "-dirty" where files differ."""
+    if os.environ.get("PHI_TRITON_COMMIT"):
+        return os.environ["PHI_TRITON_COMMIT"]
     command = ["git", "-C", str(config.ROOT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("PHI_TRITON_COMMIT", "unknown")
+        return "unknown"
 
 
 def environment():

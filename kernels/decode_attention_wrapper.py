@@ -1,5 +1,6 @@
 """decode_attention(): what the decode kernels may be called with, and how they are launched on each GPU."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ class DecodeLaunch(NamedTuple):
     pdl: bool
 
 
+@functools.lru_cache(maxsize=256)  # a step asks once per layer, and Python is slow
 def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_len, device, *, block_t):
     """DecodeLaunch for ``device`` (a DeviceInfo). A pure function.
 
@@ -80,6 +82,7 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     return DecodeLaunch(rows, keys, num_warps, num_stages, programs_per_sm, min_tiles, prefetch=1, pdl=pdl)
 
 
+@functools.lru_cache(maxsize=256)
 def choose_num_programs(choice, batch, num_kv_heads, group_size, max_len, sm_count):
     """Programs of the split kernel: as many whole splits per item (sequence, KV head, block of query heads) as a wave
     of the GPU holds, fewer where a split would be less than ``min_tiles``.

@@ -18,8 +18,9 @@ from model.rope import longrope_border, same_factors_for_all
 
 PATHS = ("cat", "prealloc", "triton", "graph", "fused")
 
-# Steps that a decoder which feeds itself (graph, fused) may run before the host looks for end-of-text: the GPU never
-# waits for the host, and at most this many steps are computed in vain.
+# Steps that a decoder which feeds itself (graph, fused) is given at a time. The next ones are queued before the host
+# looks for end-of-text in the last ones: the GPU never waits for the host, and fewer than twice as many steps are
+# computed in vain.
 STEPS_AHEAD = 8
 
 
@@ -140,17 +141,40 @@ def _run_ahead(loop, decoder, tokens, border):
 
     Chunk n is queued before chunk n - 1 is read, so the GPU has work while the host looks.
     """
-    pending = None
+    pending, pending_steps = None, 0
     while True:
-        queued = loop.remaining - (pending.shape[1] if pending is not None else 0)
+        queued = loop.remaining - pending_steps
         room = queued if border is None or loop.kv_cache.cur_pos > border else border - loop.kv_cache.cur_pos
         num_steps = min(STEPS_AHEAD, queued, room)
-        chunk = decoder.run(tokens, num_steps) if num_steps > 0 else None
-        if pending is not None and not all(loop.accept(column) for column in pending.cpu().unbind(1)):
+        chunk = arrival = None
+        if num_steps > 0:
+            chunk = decoder.run(tokens, num_steps)
+            arrival = _start_copy(chunk)
+        if pending is not None and not all(loop.accept(column) for column in pending().unbind(1)):
             return None
         if chunk is None:
             return tokens
-        pending, tokens = chunk, chunk[:, -1]
+        pending, pending_steps, tokens = arrival, num_steps, chunk[:, -1]
+
+
+def _start_copy(ids):
+    """A function that waits for ``ids`` and returns them on the CPU.
+
+    The copy is queued here: one that is asked for later would stand behind the steps queued in between.
+    """
+    if ids.device.type != "cuda":
+        return lambda: ids
+    with torch.cuda.device(ids.device):
+        copy = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+        copy.copy_(ids, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def wait():
+        arrived.synchronize()
+        return copy
+
+    return wait
 
 
 class _Loop:

@@ -159,3 +159,8 @@ def test_cold_graph_timing_counts_launches():
 @pytest.mark.gpu
 def test_bandwidth_is_plausible():
     assert 50 < common.read_bandwidth_gb_per_s() < 10_000
+
+
+def test_a_named_commit_comes_before_git(monkeypatch):
+    monkeypatch.setenv("PHI_TRITON_COMMIT", "abc123")
+    assert common.environment()["commit"] == "abc123"

@@ -128,6 +128,11 @@ def test_a_process_ends_with_the_line_and_code_2(tmp_path):
 
 BAD_INPUT = [
     ("run_baseline.py", {"MODEL_PATH": "nowhere"}, "MODEL_PATH 'nowhere' does not exist"),
+    (
+        "model/inspect_attention.py",
+        {"NEW_TOKEN": "3"},
+        "PHI_TRITON_NEW_TOKEN is no setting; did you mean PHI_TRITON_NEW_TOKENS?",
+    ),
     ("run_baseline.py", {"MODEL_PATH": "tests"}, "not a checkpoint: it has no config.json"),
     ("run_baseline.py", {"MODEL_PATH": "random:phi-5"}, "no preset; choose from random:phi-3-mini-4k"),
     ("run_baseline.py", {"MODEL_PATH": "random:tiny", "PROMPT": " "}, "(?i)prompt is empty"),
