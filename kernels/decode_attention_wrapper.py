@@ -32,7 +32,7 @@ class DecodeLaunch(NamedTuple):
     pdl: bool
 
 
-@functools.lru_cache(maxsize=256)  # a step asks once per layer, and Python is slow
+@functools.lru_cache(maxsize=256)  # asked by every layer of every step, and launches wait for it
 def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_len, device, *, block_t):
     """DecodeLaunch for ``device`` (a DeviceInfo). A pure function.
 
@@ -233,58 +233,69 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if B == 0 or Hq == 0:
         return out
-    group_size = Hq // Hkv
-    device = device_info(q.device)
     per_sequence = isinstance(cache_len, torch.Tensor)
     window = min(window or NO_WINDOW, NO_WINDOW)
+    device = device_info(q.device)
     if choice is None:
-        choice = choose_launch(B, Hkv, group_size, D, q.element_size(), T_max, device, block_t=config.BLOCK_T)
+        choice = choose_launch(B, Hkv, Hq // Hkv, D, q.element_size(), T_max, device, block_t=config.BLOCK_T)
     if num_programs is None:
         # The interpreter runs one program after the other: nothing to gain from splitting, and each program is slow.
-        num_programs = 0 if INTERPRETED else choose_num_programs(choice, B, Hkv, group_size, T_max, device.sm_count)
-
+        num_programs = 0 if INTERPRETED else choose_num_programs(choice, B, Hkv, Hq // Hkv, T_max, device.sm_count)
     scale_log2e = (D**-0.5 if scale is None else scale) * math.log2(math.e)
     strides = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2])
-    shared = {
-        "Hq": Hq, "Hkv": Hkv, "D": D, "BLOCK_T": choice.block_t, "PER_SEQUENCE": per_sequence,
-    }  # fmt: skip
-    head_blocks = triton.cdiv(group_size, choice.rows)
-    block_r = triton.next_power_of_2(choice.rows)
-    d_pad = triton.next_power_of_2(D)
     with torch.cuda.device_of(q):
         if num_programs == 0:
-            block_h = max(16, block_r)  # tl.dot takes at least 16 rows
-            _decode_attention_kernel[(triton.cdiv(group_size, block_h), Hkv, B)](
-                q, k_cache, v_cache, out, lse, cache_len, T_max, window, scale_log2e, *strides,
-                # Its tiles are padded and q is in shared memory too: with 4 stages they might not fit.
-                D_PAD=d_pad, BLOCK_H=block_h, NUM_STAGES=min(choice.num_stages, 3), num_warps=choice.num_warps,
-                **shared,
-            )  # fmt: skip
+            grid, options = _single_pass_options(choice, B, Hq, Hkv, D, per_sequence)
+            _decode_attention_kernel[grid](
+                q, k_cache, v_cache, out, lse, cache_len, T_max, window, scale_log2e, *strides, **options
+            )
         else:
-            slot_rows = 2 * num_programs * choice.rows
-            workspace = _workspace(q.device, slot_rows * (D + 2), B * Hkv * head_blocks)
+            wide_offsets = max(k_cache.stride(2), v_cache.stride(2)) * choice.block_t >= 2**31
+            grid, slot_rows, items, options = _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence)
+            workspace = _workspace(q.device, slot_rows * (D + 2), items)
             stats, partial = workspace.partial, workspace.partial[2 * slot_rows :]
-            d_lo, d_hi = split_head_dim(D)
-            # Sequences of one length need no balancing: every item gets the same number of splits.
-            items = B * Hkv * head_blocks
-            whole_splits = num_programs % items == 0 and items < 2**16 and (B == 1 or not per_sequence)
-            grid = (num_programs // items, items) if whole_splits else (num_programs,)
             _decode_attention_split_kernel[grid](
                 q, k_cache, v_cache, out, lse, partial, stats, workspace.arrived,
-                cache_len, B, T_max, window, scale_log2e, *strides,
-                D_LO=d_lo, D_HI=d_hi, ROWS=choice.rows,
-                # tl.dot takes 16 rows, of which up to 8 leave the loop.
-                BLOCK_H=max(16, block_r), OUT_ROWS=max(8, block_r), BLOCK_R=block_r,
-                # Partials merged at a time: at most 64 accumulator values per thread.
-                BLOCK_S=max(1, min(64, 64 * 32 * choice.num_warps // (block_r * d_pad))),
-                # A product takes at least 16 keys per warp.
-                WARPS=min(choice.num_warps, choice.block_t // 16),
-                WIDE_OFFSETS=max(k_cache.stride(2), v_cache.stride(2)) * choice.block_t >= 2**31,
-                MIN_TILES=choice.min_tiles, PREFETCH=choice.prefetch, SPLITS_PER_ITEM=whole_splits,
-                B_PAD=triton.next_power_of_2(B), NUM_STAGES=choice.num_stages, PDL=choice.pdl,
-                **launch_options(choice.pdl, num_warps=choice.num_warps), **shared,
+                cache_len, B, T_max, window, scale_log2e, *strides, WIDE_OFFSETS=wide_offsets, **options,
             )  # fmt: skip
     return out
+
+
+@functools.lru_cache(maxsize=256)
+def _single_pass_options(choice, B, Hq, Hkv, D, per_sequence):
+    """(grid, constexprs and launch options) of the single-pass kernel."""
+    group_size = Hq // Hkv
+    block_h = max(16, triton.next_power_of_2(choice.rows))  # tl.dot takes at least 16 rows
+    return (triton.cdiv(group_size, block_h), Hkv, B), {
+        "Hq": Hq, "Hkv": Hkv, "D": D, "D_PAD": triton.next_power_of_2(D), "BLOCK_H": block_h,
+        "BLOCK_T": choice.block_t, "PER_SEQUENCE": per_sequence,
+        # Its tiles are padded and q is in shared memory too: with 4 stages they might not fit.
+        "NUM_STAGES": min(choice.num_stages, 3), "num_warps": choice.num_warps,
+    }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence):
+    """(grid, rows of partial results, items, constexprs and launch options) of the split kernel."""
+    items = B * Hkv * triton.cdiv(Hq // Hkv, choice.rows)
+    block_r = triton.next_power_of_2(choice.rows)
+    d_lo, d_hi = split_head_dim(D)
+    # Sequences of one length need no balancing: every item gets the same number of splits.
+    whole_splits = num_programs % items == 0 and items < 2**16 and (B == 1 or not per_sequence)
+    grid = (num_programs // items, items) if whole_splits else (num_programs,)
+    return grid, 2 * num_programs * choice.rows, items, {
+        "Hq": Hq, "Hkv": Hkv, "D": D, "D_LO": d_lo, "D_HI": d_hi, "ROWS": choice.rows,
+        # tl.dot takes 16 rows, of which up to 8 leave the loop.
+        "BLOCK_H": max(16, block_r), "OUT_ROWS": max(8, block_r), "BLOCK_R": block_r,
+        # Partials merged at a time: at most 64 accumulator values per thread.
+        "BLOCK_S": max(1, min(64, 64 * 32 * choice.num_warps // (block_r * triton.next_power_of_2(D)))),
+        "BLOCK_T": choice.block_t,
+        # A product takes at least 16 keys per warp.
+        "WARPS": min(choice.num_warps, choice.block_t // 16),
+        "MIN_TILES": choice.min_tiles, "PREFETCH": choice.prefetch, "SPLITS_PER_ITEM": whole_splits,
+        "B_PAD": triton.next_power_of_2(B), "PER_SEQUENCE": per_sequence, "NUM_STAGES": choice.num_stages,
+        "PDL": choice.pdl, **launch_options(choice.pdl, num_warps=choice.num_warps),
+    }  # fmt: skip
 
 
 @torch.library.custom_op(
