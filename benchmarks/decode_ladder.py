@@ -23,7 +23,7 @@ from benchmarks import common, end_to_end
 import cli
 from kv_cache.kv_layout import KVCache
 from model.generate import greedy
-from model.load_model import load_model
+from model.load_model import hf_forward, load_model
 from model.phi3_decode import hf_generate
 from model.phi3_prefill import prefill
 from profiling.digest import digest
@@ -160,6 +160,8 @@ def measure_context(rungs, model, context, args, bandwidth, results):
             contenders[rung.number] = contender
         else:
             failures[rung.number] = failure
+    with torch.no_grad():
+        common.settle(lambda: hf_forward(model, input_ids[:, :1]))
     runs = {number: [] for number in contenders}
     for _ in common.progress(range(args.rounds), f"context {context}: timing"):
         for number, contender in contenders.items():

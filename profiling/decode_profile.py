@@ -236,6 +236,8 @@ def main():
     results = common.Results("decode_profile", vars(args), "GPU work by torch.profiler, wall by the host clock, median")
     results.numbers["bandwidth_gb_per_s"] = bandwidth
     input_ids = common.random_prompt(model.config.vocab_size, args.prompt_tokens, args.seed, device)
+    with torch.no_grad():
+        common.settle(lambda: hf_forward(model, input_ids[:, :1]))
     verdicts = {}
     for path in common.progress(args.path, "decode_profile"):
         _, verdicts[path] = profile_path(path, model, input_ids, args, bandwidth, results)

@@ -164,3 +164,9 @@ def test_bandwidth_is_plausible():
 def test_a_named_commit_comes_before_git(monkeypatch):
     monkeypatch.setenv("PHI_TRITON_COMMIT", "abc123")
     assert common.environment()["commit"] == "abc123"
+
+
+def test_settling_calls_until_the_time_is_over():
+    times, calls = iter([0.0, 0.0, 1.0, 2.5, 3.5]), []
+    common.settle(lambda: calls.append(None), 3.0, now=lambda: next(times))
+    assert len(calls) == 3
