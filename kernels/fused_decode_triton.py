@@ -222,24 +222,27 @@ def _matvec_kernel(
         up_tiles = _load_tiles(weight_ptr, N + rows, rows < N, K, BLOCK_K, EVEN)
     if NORM:
         gains = _load_vector(gain_ptr, K, BLOCK_K)
-    if PREFETCH > 0 and PREFETCH_EARLY and program >= first_share:
-        # Not before the program's own tile is there (of which this is the last element): that one is needed first.
-        arrived = tl.load(weight_ptr + tl.minimum((program + 1) * ROWS, N).to(tl.int64) * K - 1)
-        arrived = arrived.to(tl.float32).to(tl.int32, bitcast=True)
-        _prefetch_share(next_ptr, next_part_stride, program - first_share, PREFETCH, PARTS, arrived)
+    if PREFETCH > 0 and PREFETCH_EARLY:
+        if program >= first_share:
+            # Not before the program's own tile is there (of which this is the last element): that is needed first.
+            arrived = tl.load(weight_ptr + tl.minimum((program + 1) * ROWS, N).to(tl.int64) * K - 1)
+            arrived = arrived.to(tl.float32).to(tl.int32, bitcast=True)
+            _prefetch_share(next_ptr, next_part_stride, program - first_share, PREFETCH, PARTS, arrived)
     _wait_for_previous(PDL)
     if not EARLY:
         _launch_next(PDL)
 
     blocks = _load_vector(x_ptr, K, BLOCK_K)
     TILE_BYTES: tl.constexpr = ROWS * K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-    if LOOK_AHEAD and program < look_ahead:
-        second = weight_ptr + (program + tl.num_programs(0)).to(tl.int64) * (ROWS * K)
-        _prefetch(second, TILE_BYTES, 0)
-        if GATED:
-            _prefetch(second + N.to(tl.int64) * K, TILE_BYTES, 0)
-    if PREFETCH > 0 and not PREFETCH_EARLY and program >= first_share:
-        _prefetch_share(next_ptr, next_part_stride, program - first_share, PREFETCH, PARTS, 0)
+    if LOOK_AHEAD:
+        if program < look_ahead:
+            second = weight_ptr + (program + tl.num_programs(0)).to(tl.int64) * (ROWS * K)
+            _prefetch(second, TILE_BYTES, 0)
+            if GATED:
+                _prefetch(second + N.to(tl.int64) * K, TILE_BYTES, 0)
+    if PREFETCH > 0 and not PREFETCH_EARLY:
+        if program >= first_share:
+            _prefetch_share(next_ptr, next_part_stride, program - first_share, PREFETCH, PARTS, 0)
     xs = ()
     squares = tl.zeros([BLOCK_K], dtype=tl.float32)
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
