@@ -240,13 +240,14 @@ def matvec(
     # The last programs, one per multiprocessor: their own loads come last.
     shares = min(programs, sm_count)
     ahead = prefetch or Prefetch(weight, 0)
+    look_ahead = 0 if weight.data_ptr() % 16 else config.look_ahead
     part_elements = ahead.weight.numel() // ahead.parts
     _matvec_kernel[(programs,)](
         x, weight if gain is None else gain, weight, out,
         ahead.weight.view(-1)[ahead.skip // ahead.weight.element_size() :], part_elements, programs - shares,
-        config.look_ahead, *(choice or (None,) * 5), N, eps,
+        look_ahead, *(choice or (None,) * 5), N, eps,
         K=K, ROWS=config.rows, BLOCK_K=config.block_k, NORM=gain is not None, GATED=gated, RESIDUAL=residual,
-        EVEN=N % config.rows == 0, LOOP=programs < tiles, LOOK_AHEAD=config.look_ahead > 0,
+        EVEN=N % config.rows == 0, LOOP=programs < tiles, LOOK_AHEAD=look_ahead > 0,
         PREFETCH=ahead.share(shares), PARTS=ahead.parts, PREFETCH_EARLY=ahead.early, EARLY=early, PDL=pdl,
         **launch_options(pdl, num_warps=config.num_warps, num_stages=1),
     )  # fmt: skip

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from kernels import fused_decode_wrapper
 from kernels.device import device_info, pdl_supported
 from kernels.fused_decode_wrapper import (
     AttentionConfig,
@@ -345,6 +346,18 @@ def test_look_ahead_stays_within_the_weight(n, k, gated):
     assert matvec_config(n + 1, k, 2, 132, pdl=True).look_ahead == 0, "its last tile is not whole"
     assert config.first_wave_rows(132) == config.rows * config.programs
     assert MatvecConfig(4, 4096, 16, 768).first_wave_rows(132) == 4 * 264
+
+
+def test_look_ahead_takes_only_weights_on_16_bytes(monkeypatch):
+    """The instruction takes no other address: where the weight is a view that starts elsewhere there is no hint."""
+    launched = {}
+    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *args, **options: launched.update(options)})
+    monkeypatch.setattr(fused_decode_wrapper, "_matvec_kernel", kernel())
+    storage, x = torch.zeros(16 * 64 + 8, dtype=torch.float16), torch.zeros(64, dtype=torch.float16)
+    for offset, hint in ((0, True), (8, True), (1, False)):
+        weight = storage[offset : offset + 16 * 64].view(16, 64)
+        matvec(x, weight, torch.empty_like(x[:16]), pdl=True, config=MatvecConfig(1, 64, 1, 8, look_ahead=4))
+        assert launched["LOOK_AHEAD"] == hint
 
 
 COMPILE = """
