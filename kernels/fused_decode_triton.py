@@ -313,16 +313,17 @@ def _load_rotation(cos_ptr, sin_ptr, position, offs_d, ROTARY: tl.constexpr):
 
 @triton.jit
 def _load_new(
-    qkv_ptr, k_row, v_row, head, kv_head, writes, offs_d, cos, sin,
+    qkv_ptr, k_row, v_row, head, kv_head, owns, writes, offs_d, cos, sin,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """These dims of the new token's q (float32), k and v (the cache's dtype); ``writes``: store k and v as well.
 
-    The key is rounded before it is used: later steps see the same one.
+    The key is rounded before it is used: later steps see the same one. v is 0 where it is not the program's own: its
+    weight of 0 would turn an infinite one into NaN.
     """
     q = _load_rotated(qkv_ptr + head * D, offs_d, cos, sin, D, ROTARY)
     k = _load_rotated(qkv_ptr + (HQ + kv_head) * D, offs_d, cos, sin, D, ROTARY).to(k_row.dtype.element_ty)
-    v = tl.load(qkv_ptr + (HQ + HKV + kv_head) * D + offs_d, mask=offs_d < D, other=0.0)
+    v = tl.load(qkv_ptr + (HQ + HKV + kv_head) * D + offs_d, mask=owns & (offs_d < D), other=0.0)
     tl.store(k_row + offs_d, k, mask=writes & (offs_d < D))
     tl.store(v_row + offs_d, v, mask=writes & (offs_d < D))
     return q, k, v
@@ -398,7 +399,7 @@ def _rope_attention_kernel(
     k_row = k_ptr + position.to(tl.int64) * stride_kt
     v_row = v_ptr + position.to(tl.int64) * stride_vt
     q_lo, k_new, v_new_lo = _load_new(
-        qkv_ptr, k_row, v_row, head, kv_head, writes, offs_lo, cos_lo, sin_lo, HQ, HKV, D, ROTARY
+        qkv_ptr, k_row, v_row, head, kv_head, owns_new, writes, offs_lo, cos_lo, sin_lo, HQ, HKV, D, ROTARY
     )  # fmt: skip
     new_score = tl.sum(q_lo * k_new.to(tl.float32), axis=0)
     q_rows_lo = tl.broadcast_to(q_lo.to(k_lo.dtype)[None, None, :], [WARPS, 16, D_LO])
@@ -406,7 +407,7 @@ def _rope_attention_kernel(
     acc_hi = acc_lo
     if D_HI:
         q_hi, k_new, v_new_hi = _load_new(
-            qkv_ptr, k_row, v_row, head, kv_head, writes, offs_hi, cos_hi, sin_hi, HQ, HKV, D, ROTARY
+            qkv_ptr, k_row, v_row, head, kv_head, owns_new, writes, offs_hi, cos_hi, sin_hi, HQ, HKV, D, ROTARY
         )  # fmt: skip
         new_score += tl.sum(q_hi * k_new.to(tl.float32), axis=0)
         q_rows_hi = tl.broadcast_to(q_hi.to(k_lo.dtype)[None, None, :], [WARPS, 16, D_HI])

@@ -196,6 +196,16 @@ def test_rope_attention_counts_the_window_right(device):
     torch.testing.assert_close(out, torch.full_like(out, 17.0))
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+def test_an_infinite_new_value_is_infinite_whatever_the_splits(splits, device):
+    """Weight 0 in the chunks that do not hold the new token is no weight at all: 0 * inf would be NaN."""
+    qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(1, 1, 24, 64, 50, torch.float32, device)
+    qkv[2 * 24 + 3] = float("inf")
+    workspace = attention_workspace(1, 24, 64, torch.float32, device, AttentionConfig(splits, 16, 1))
+    out = rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(24, device=device), workspace)
+    assert out[3] == float("inf") and out.isfinite().sum() == 23
+
+
 def test_rope_attention_reads_the_right_kv_head(device):
     Hq, Hkv, D = 24, 8, 16
     qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(Hq, Hkv, D, 20, 17, torch.float16, device)
