@@ -1,7 +1,8 @@
 """Every value a user edits, in one place.
 
 Order of precedence: a script's command-line flag, then the environment variable ``PHI_TRITON_<NAME>``, then this file.
-A value of the wrong type or range ends the program with one line that names it (exit code 2).
+A value of the wrong type or range, or a variable ``PHI_TRITON_...`` that is no setting, ends the program with one line
+that names it (exit code 2).
 """
 
 import difflib

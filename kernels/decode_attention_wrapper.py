@@ -10,7 +10,7 @@ import triton
 import config
 from kernels import INTERPRETED
 from kernels.decode_attention_triton import _decode_attention_kernel, _decode_attention_split_kernel
-from kernels.device import check_launchable, device_info, launch_options, pdl_supported
+from kernels.device import TRITON_VERSION, check_launchable, device_info, launch_options, pdl_supported
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NO_WINDOW = 2**31 - 1
@@ -240,7 +240,9 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
         choice = choose_launch(B, Hkv, Hq // Hkv, D, q.element_size(), T_max, device, block_t=config.BLOCK_T)
     if num_programs is None:
         # The interpreter runs one program after the other: nothing to gain from splitting, and each program is slow.
-        num_programs = 0 if INTERPRETED else choose_num_programs(choice, B, Hkv, Hq // Hkv, T_max, device.sm_count)
+        # Triton 3.2's compiler dies of the split kernel's batched products.
+        single = INTERPRETED or TRITON_VERSION < (3, 3)
+        num_programs = 0 if single else choose_num_programs(choice, B, Hkv, Hq // Hkv, T_max, device.sm_count)
     scale_log2e = (D**-0.5 if scale is None else scale) * math.log2(math.e)
     strides = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2])
     with torch.cuda.device_of(q):

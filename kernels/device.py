@@ -36,8 +36,12 @@ SHARED_MEMORY = {
 NO_GPU = DeviceInfo((8, 9), 24, SHARED_MEMORY[8, 9])
 
 # Programmatic dependent launch (PDL): a kernel may start while the one before it still runs, and waits by itself (CUDA
-# C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"). Triton has it from 3.6 on.
-TRITON_HAS_PDL = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
+# C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"). Triton has it from 3.6 on; the functions
+# of 3.4 cannot be called. By name, because before 3.4 an attribute that is missing is an error in dead branches too.
+TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+TRITON_HAS_PDL = TRITON_VERSION >= (3, 6)
+_gdc_wait = tl.extra.cuda.gdc_wait if TRITON_HAS_PDL else None
+_gdc_launch_dependents = tl.extra.cuda.gdc_launch_dependents if TRITON_HAS_PDL else None
 
 _override = None
 
@@ -46,14 +50,14 @@ _override = None
 def _launch_next(PDL: tl.constexpr):
     """Allow the next kernel's programs to start (they wait before they need this kernel's results)."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        _gdc_launch_dependents()
 
 
 @triton.jit
 def _wait_for_previous(PDL: tl.constexpr):
     """Return once the previous kernel has completed and what it wrote is visible."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        _gdc_wait()
 
 
 def pdl_supported(device):

@@ -174,7 +174,7 @@ def _matvec_kernel(
     gain_ptr,  # [K], RMSNorm's weight (NORM)
     weight_ptr,  # [N, K]; GATED: [2 * N, K], the gate's rows and then the rows of "up"
     out_ptr,  # [N]; RESIDUAL: added to
-    next_ptr,  # the weight of which each program from first_share on asks L2 for PREFETCH bytes in each part
+    next_ptr,  # the part of a weight of which each program from first_share on asks L2 for PREFETCH bytes in each part
     next_part_stride,
     first_share,
     look_ahead,  # LOOK_AHEAD: the first programs, which also ask L2 for their second tile
@@ -222,24 +222,27 @@ def _matvec_kernel(
         up_tiles = _load_tiles(weight_ptr, N + rows, rows < N, K, BLOCK_K, EVEN)
     if NORM:
         gains = _load_vector(gain_ptr, K, BLOCK_K)
-    if PREFETCH > 0 and PREFETCH_EARLY and program >= first_share:
-        # Not before the program's own tile is there (of which this is the last element): that one is needed first.
-        arrived = tl.load(weight_ptr + tl.minimum((program + 1) * ROWS, N).to(tl.int64) * K - 1)
-        arrived = arrived.to(tl.float32).to(tl.int32, bitcast=True)
-        _prefetch_share(next_ptr, next_part_stride, program - first_share, PREFETCH, PARTS, arrived)
+    if PREFETCH > 0 and PREFETCH_EARLY:
+        if program >= first_share:
+            # Not before the program's own tile is there (of which this is the last element): that is needed first.
+            arrived = tl.load(weight_ptr + tl.minimum((program + 1) * ROWS, N).to(tl.int64) * K - 1)
+            arrived = arrived.to(tl.float32).to(tl.int32, bitcast=True)
+            _prefetch_share(next_ptr, next_part_stride, program - first_share, PREFETCH, PARTS, arrived)
     _wait_for_previous(PDL)
     if not EARLY:
         _launch_next(PDL)
 
     blocks = _load_vector(x_ptr, K, BLOCK_K)
     TILE_BYTES: tl.constexpr = ROWS * K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-    if LOOK_AHEAD and program < look_ahead:
-        second = weight_ptr + (program + tl.num_programs(0)).to(tl.int64) * (ROWS * K)
-        _prefetch(second, TILE_BYTES, 0)
-        if GATED:
-            _prefetch(second + N.to(tl.int64) * K, TILE_BYTES, 0)
-    if PREFETCH > 0 and not PREFETCH_EARLY and program >= first_share:
-        _prefetch_share(next_ptr, next_part_stride, program - first_share, PREFETCH, PARTS, 0)
+    if LOOK_AHEAD:
+        if program < look_ahead:
+            second = weight_ptr + (program + tl.num_programs(0)).to(tl.int64) * (ROWS * K)
+            _prefetch(second, TILE_BYTES, 0)
+            if GATED:
+                _prefetch(second + N.to(tl.int64) * K, TILE_BYTES, 0)
+    if PREFETCH > 0 and not PREFETCH_EARLY:
+        if program >= first_share:
+            _prefetch_share(next_ptr, next_part_stride, program - first_share, PREFETCH, PARTS, 0)
     xs = ()
     squares = tl.zeros([BLOCK_K], dtype=tl.float32)
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
@@ -310,16 +313,17 @@ def _load_rotation(cos_ptr, sin_ptr, position, offs_d, ROTARY: tl.constexpr):
 
 @triton.jit
 def _load_new(
-    qkv_ptr, k_row, v_row, head, kv_head, writes, offs_d, cos, sin,
+    qkv_ptr, k_row, v_row, head, kv_head, owns, writes, offs_d, cos, sin,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """These dims of the new token's q (float32), k and v (the cache's dtype); ``writes``: store k and v as well.
 
-    The key is rounded before it is used: later steps see the same one.
+    The key is rounded before it is used: later steps see the same one. v is 0 where it is not the program's own: its
+    weight of 0 would turn an infinite one into NaN.
     """
     q = _load_rotated(qkv_ptr + head * D, offs_d, cos, sin, D, ROTARY)
     k = _load_rotated(qkv_ptr + (HQ + kv_head) * D, offs_d, cos, sin, D, ROTARY).to(k_row.dtype.element_ty)
-    v = tl.load(qkv_ptr + (HQ + HKV + kv_head) * D + offs_d, mask=offs_d < D, other=0.0)
+    v = tl.load(qkv_ptr + (HQ + HKV + kv_head) * D + offs_d, mask=owns & (offs_d < D), other=0.0)
     tl.store(k_row + offs_d, k, mask=writes & (offs_d < D))
     tl.store(v_row + offs_d, v, mask=writes & (offs_d < D))
     return q, k, v
@@ -395,7 +399,7 @@ def _rope_attention_kernel(
     k_row = k_ptr + position.to(tl.int64) * stride_kt
     v_row = v_ptr + position.to(tl.int64) * stride_vt
     q_lo, k_new, v_new_lo = _load_new(
-        qkv_ptr, k_row, v_row, head, kv_head, writes, offs_lo, cos_lo, sin_lo, HQ, HKV, D, ROTARY
+        qkv_ptr, k_row, v_row, head, kv_head, owns_new, writes, offs_lo, cos_lo, sin_lo, HQ, HKV, D, ROTARY
     )  # fmt: skip
     new_score = tl.sum(q_lo * k_new.to(tl.float32), axis=0)
     q_rows_lo = tl.broadcast_to(q_lo.to(k_lo.dtype)[None, None, :], [WARPS, 16, D_LO])
@@ -403,7 +407,7 @@ def _rope_attention_kernel(
     acc_hi = acc_lo
     if D_HI:
         q_hi, k_new, v_new_hi = _load_new(
-            qkv_ptr, k_row, v_row, head, kv_head, writes, offs_hi, cos_hi, sin_hi, HQ, HKV, D, ROTARY
+            qkv_ptr, k_row, v_row, head, kv_head, owns_new, writes, offs_hi, cos_hi, sin_hi, HQ, HKV, D, ROTARY
         )  # fmt: skip
         new_score += tl.sum(q_hi * k_new.to(tl.float32), axis=0)
         q_rows_hi = tl.broadcast_to(q_hi.to(k_lo.dtype)[None, None, :], [WARPS, 16, D_HI])

@@ -23,7 +23,7 @@ class MatvecConfig(NamedTuple):
     """rows: output elements per tile; block_k: elements of a row per load; num_warps: warps per program.
 
     programs: in all, each with every programs-th tile; None: one per tile. look_ahead: so many of them ask L2 for their
-    second tile as soon as they have x (needs compute capability 9.0).
+    second tile as soon as they may load x (needs compute capability 9.0).
     """
 
     rows: int
@@ -240,13 +240,14 @@ def matvec(
     # The last programs, one per multiprocessor: their own loads come last.
     shares = min(programs, sm_count)
     ahead = prefetch or Prefetch(weight, 0)
+    look_ahead = 0 if weight.data_ptr() % 16 else config.look_ahead
     part_elements = ahead.weight.numel() // ahead.parts
     _matvec_kernel[(programs,)](
         x, weight if gain is None else gain, weight, out,
         ahead.weight.view(-1)[ahead.skip // ahead.weight.element_size() :], part_elements, programs - shares,
-        config.look_ahead, *(choice or (None,) * 5), N, eps,
+        look_ahead, *(choice or (None,) * 5), N, eps,
         K=K, ROWS=config.rows, BLOCK_K=config.block_k, NORM=gain is not None, GATED=gated, RESIDUAL=residual,
-        EVEN=N % config.rows == 0, LOOP=programs < tiles, LOOK_AHEAD=config.look_ahead > 0,
+        EVEN=N % config.rows == 0, LOOP=programs < tiles, LOOK_AHEAD=look_ahead > 0,
         PREFETCH=ahead.share(shares), PARTS=ahead.parts, PREFETCH_EARLY=ahead.early, EARLY=early, PDL=pdl,
         **launch_options(pdl, num_warps=config.num_warps, num_stages=1),
     )  # fmt: skip
@@ -263,10 +264,12 @@ def rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, 
     """
     Hkv, T_max, D = k_cache.shape
     Hq = out.shape[0] // D
-    if out.shape[0] % D or Hq % Hkv:
+    if Hkv == 0 or out.shape[0] % D or Hq % Hkv:
         raise ValueError(f"out has {out.shape[0]} elements, no multiple of {Hkv} KV heads of head_dim {D}")
     if not 16 <= D <= 256:
         raise ValueError(f"head_dim must be from 16 to 256, got {D}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be None or at least 1, got {window}")
     half = cos.shape[1]
     if not 0 < 2 * half <= D or cos.shape[0] < T_max:
         raise ValueError(f"cos must have shape [>= {T_max}, <= {D // 2}], got {list(cos.shape)}")

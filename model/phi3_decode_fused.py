@@ -6,7 +6,8 @@ model's dtype, rounded once per projection; everything inside a kernel is float3
 
 import torch
 
-from kernels.device import device_info, pdl_supported
+from kernels import INTERPRETED
+from kernels.device import TRITON_VERSION, device_info, pdl_supported
 from kernels.fused_decode_wrapper import (
     Prefetch,
     attention_workspace,
@@ -135,6 +136,8 @@ def _check_supported(model, kv_cache):
     def refuse(what):
         raise ValueError(f'path "fused" {what}; use path="graph" or path="triton"')
 
+    if TRITON_VERSION < (3, 3) and not INTERPRETED:
+        refuse(f"needs Triton 3.3 or newer, this is {'.'.join(map(str, TRITON_VERSION))}")  # tuples in a kernel
     if kv_cache.batch_size != 1:
         refuse(f"decodes one sequence at a time, got a batch of {kv_cache.batch_size}")
     if model.config.hidden_act != "silu":

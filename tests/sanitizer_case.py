@@ -14,6 +14,7 @@ import torch
 from kernels.decode_attention_wrapper import choose_launch, decode_attention_with_lse
 from kernels.device import device_info, pdl_supported
 from kernels.flash_attention_wrapper import flash_attention
+from kernels.fused_decode_wrapper import MatvecConfig, Prefetch, matvec
 from kv_cache.kv_layout import KVCache
 from model.decode_attention_ref import attention_ref, decode_attention_ref
 from model.generate import generate, make_decoder
@@ -52,6 +53,19 @@ def flash_attention_cases():
         assert all(bool(x.grad.isfinite().all()) for x in (q, k, v))
 
 
+def prefetch_cases():
+    """Products that ask L2 for their own second tiles and for another weight, up to the last byte of both."""
+    if not pdl_supported(device_info(DEVICE)):
+        return
+    x = torch.randn(256, dtype=torch.float16, device=DEVICE)
+    weight = torch.randn(512, 256, dtype=torch.float16, device=DEVICE) / 16
+    out = torch.empty(512, dtype=torch.float16, device=DEVICE)
+    for early in (True, False):
+        ahead = Prefetch(weight, weight.nbytes, parts=2, skip=4096, early=early)
+        matvec(x, weight, out, pdl=True, prefetch=ahead, config=MatvecConfig(1, 256, 1, 256, look_ahead=256))
+        close(out, weight.double() @ x.double(), 2e-2)
+
+
 def generation_cases():
     """The same tokens from every path: prefill, captured steps, fused kernels with and without PDL."""
     model = tiny_model(device="cuda", num_hidden_layers=2)
@@ -70,6 +84,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     decode_attention_cases()
     flash_attention_cases()
+    prefetch_cases()
     generation_cases()
     torch.cuda.synchronize()
     print("PASS: every kernel's answers are right")

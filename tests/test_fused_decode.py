@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from kernels import fused_decode_wrapper
 from kernels.device import device_info, pdl_supported
 from kernels.fused_decode_wrapper import (
     AttentionConfig,
@@ -195,6 +196,16 @@ def test_rope_attention_counts_the_window_right(device):
     torch.testing.assert_close(out, torch.full_like(out, 17.0))
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+def test_an_infinite_new_value_is_infinite_whatever_the_splits(splits, device):
+    """Weight 0 in the chunks that do not hold the new token is no weight at all: 0 * inf would be NaN."""
+    qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(1, 1, 24, 64, 50, torch.float32, device)
+    qkv[2 * 24 + 3] = float("inf")
+    workspace = attention_workspace(1, 24, 64, torch.float32, device, AttentionConfig(splits, 16, 1))
+    out = rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(24, device=device), workspace)
+    assert out[3] == float("inf") and out.isfinite().sum() == 23
+
+
 def test_rope_attention_reads_the_right_kv_head(device):
     Hq, Hkv, D = 24, 8, 16
     qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(Hq, Hkv, D, 20, 17, torch.float16, device)
@@ -286,6 +297,10 @@ def test_wrong_arguments_are_named(device):
         rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(48, device=device), workspace)
     with pytest.raises(ValueError, match=r"cos must have shape \[>= 32"):
         rope_attention(qkv, cos[:31], sin[:31], lengths, k_cache, v_cache, torch.empty(32, device=device), workspace)
+    with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
+        rope_attention(
+            qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(32, device=device), workspace, window=0
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -345,6 +360,18 @@ def test_look_ahead_stays_within_the_weight(n, k, gated):
     assert matvec_config(n + 1, k, 2, 132, pdl=True).look_ahead == 0, "its last tile is not whole"
     assert config.first_wave_rows(132) == config.rows * config.programs
     assert MatvecConfig(4, 4096, 16, 768).first_wave_rows(132) == 4 * 264
+
+
+def test_look_ahead_takes_only_weights_on_16_bytes(monkeypatch):
+    """The instruction takes no other address: where the weight is a view that starts elsewhere there is no hint."""
+    launched = {}
+    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *args, **options: launched.update(options)})
+    monkeypatch.setattr(fused_decode_wrapper, "_matvec_kernel", kernel())
+    storage, x = torch.zeros(16 * 64 + 8, dtype=torch.float16), torch.zeros(64, dtype=torch.float16)
+    for offset, hint in ((0, True), (8, True), (1, False)):
+        weight = storage[offset : offset + 16 * 64].view(16, 64)
+        matvec(x, weight, torch.empty_like(x[:16]), pdl=True, config=MatvecConfig(1, 64, 1, 8, look_ahead=4))
+        assert launched["LOOK_AHEAD"] == hint
 
 
 COMPILE = """

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kv_cache.kv_layout import KVCache
+from model import phi3_decode_fused
 from model.generate import generate, make_decoder
 from model.load_model import HF_APPLIES_WINDOW, PARTIAL_ROTARY_SINCE, VERSION
 from model.phi3_decode import hf_generate
@@ -154,6 +155,14 @@ def test_what_the_kernels_do_not_cover_is_refused(device):
     if device.type == "cpu":
         with pytest.raises(ValueError, match=r"pdl=True needs a GPU of compute capability 9\.0"):
             make_decoder("fused", model, poisoned_cache(model, 8), pdl=True)
+
+
+def test_a_triton_that_cannot_compile_the_kernels_is_refused(monkeypatch):
+    monkeypatch.setattr(phi3_decode_fused, "INTERPRETED", False)
+    monkeypatch.setattr(phi3_decode_fused, "TRITON_VERSION", (3, 2))
+    model = tiny_model(**SMALL)
+    with pytest.raises(ValueError, match=r'needs Triton 3\.3 or newer, this is 3\.2; use path="graph"'):
+        make_decoder("fused", model, poisoned_cache(model, 8))
 
 
 def test_adapters_and_offloaded_weights_are_refused():
