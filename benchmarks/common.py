@@ -317,14 +317,14 @@ def slug(name):
 class Results:
     """The rows of one run of one script, and the file that they go to.
 
-    configuration: what the run was asked to do (flags, sizes). method: how it was timed, caches warm or cold. Each row
-    has a ``case`` (what was measured, the row's identity when two files are compared), a ``status``, and numbers with
-    their unit in the name.
+    configuration: what the run was asked to do (flags, sizes; not where it writes). method: how it was timed, caches
+    warm or cold. Each row has a ``case`` (what was measured, the row's identity when two files are compared), a
+    ``status``, and numbers with their unit in the name.
     """
 
     def __init__(self, script, configuration, method):
         self.script = script
-        self.configuration = configuration
+        self.configuration = {name: value for name, value in configuration.items() if name != "results_dir"}
         self.method = method
         self.rows = []
         self.numbers = {}
