@@ -41,7 +41,7 @@ SEED = 0
 # --- Kernels ---------------------------------------------------------------------------------------------------------
 
 # The most key positions that the decode kernel loads per step of its loop: a power of two from 16 to 256. The kernel
-# takes 64 for long caches, 32 for short ones, fewer where more would spill registers, and never more than this:
+# takes 64 or 32 by the length of the cache, fewer where more would spill registers, and never more than this:
 # kernels/decode_attention_wrapper.py, choose_launch; benchmarks/kernel_resources.py shows what each value costs.
 BLOCK_T = 64
 

@@ -198,11 +198,6 @@ def _check(reference, **tensors):
     check_launchable(**{name: tensor for name, (tensor, _, _) in tensors.items()})
 
 
-def _check_prefetch(prefetch, pdl):
-    if prefetch and not pdl:
-        raise ValueError("prefetch and look_ahead go with pdl=True: they need compute capability 9.0")
-
-
 def matvec(
     x, weight, out, *, gain=None, eps=0.0, gated=False, residual=False, pdl=False, config=None, prefetch=None,
     early=False, choice=None,
@@ -234,7 +229,8 @@ def matvec(
     sm_count = device_info(x.device).sm_count
     if config is None:
         config = matvec_config(N, K, x.element_size(), sm_count, gated=gated, pdl=pdl, choice=choice is not None)
-    _check_prefetch(prefetch or config.look_ahead, pdl)
+    if (prefetch or config.look_ahead) and not pdl:
+        raise ValueError("prefetch and look_ahead go with pdl=True: they need compute capability 9.0")
     tiles = triton.cdiv(N, config.rows)
     programs = config.programs or tiles
     # The last programs, one per multiprocessor: their own loads come last.
