@@ -1,7 +1,7 @@
 """This project's attention inside any Hugging Face model: ``register()``, then ``attn_implementation="phi_triton"``.
 
 Prefill runs the flash kernel, a single new token the decode kernel, and what neither supports (padded batches, custom
-masks, dropout, other dtypes or strides) PyTorch's SDPA with Hugging Face's own mask. Two interfaces of transformers
+masks, dropout, other dtypes) PyTorch's SDPA with Hugging Face's own mask. Two interfaces of transformers
 take part: AttentionInterface computes, AttentionMaskInterface says what is visible. Both are needed: a static cache
 hands over its whole length, and only the mask knows how much of it is written.
 """
@@ -86,6 +86,8 @@ def attention_forward(
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise ValueError(f"attn_implementation={NAME!r} does not support this model's {name}: use 'eager'")
+    # Rare, since models and their caches keep D dense, and a GPU's SDPA does not take all such layouts either.
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     S, T = query.shape[2], key.shape[2]
     lengths = attention_mask if attention_mask is not None and attention_mask.dtype == torch.int32 else None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -115,7 +117,6 @@ def _is_supported(query, key, value, dropout, kwargs):
     return (
         dropout == 0.0
         and kwargs.get("position_bias") is None
-        and all(x.stride(-1) == 1 for x in (query, key, value))
         and query.dtype == key.dtype == value.dtype
         and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and 16 <= query.shape[-1] == value.shape[-1] <= 256
