@@ -45,11 +45,13 @@ def assert_matches_reference(q, k, v, dout, *, causal=True, **kwargs):
     # SDPA gives NaN for a row without keys; there the naive program in the same dtype takes its place.
     native_program = attention_ref if causal and q.shape[2] > k.shape[2] else sdpa_explicit
     native = with_gradients(native_program, q, k, v, dout, causal=causal, **kwargs)
+    ratio = q.shape[1] // k.shape[1]
+    case = f"B={q.shape[0]} S={q.shape[2]} T={k.shape[2]} D={q.shape[3]} ratio={ratio} causal={causal} {kwargs}"
     for what, result, expected, ordinary in zip(("out", "dq", "dk", "dv"), results, reference, native, strict=True):
         if (result.double() - expected).abs().max() <= 1e-5:
             continue  # with one visible key dq and dk are 0, and nothing but float32 rounding is left to compare
         factor = 1.5 if what == "out" else 2.0
-        assert_close_to_reference(result, expected, ordinary, factor=factor, what=what)
+        assert_close_to_reference(result, expected, ordinary, factor=factor, what=f"{what} of {case}")
 
 
 # --- Against the reference -------------------------------------------------------------------------------------------
