@@ -24,6 +24,7 @@ def sdpa_explicit(q, k, v, *, causal=True, scale=None, window=None):
 
 def assert_close_to_reference(out, reference, native, *, factor=1.5, what="out"):
     """``out`` is as near to the float64 ``reference`` as ``factor`` times ``native`` is (see model/accuracy.py)."""
+    assert reference.dtype == torch.float64, f"{what}: the reference was rounded to {reference.dtype}"
     accuracy = judge(out, reference, native, factor=factor)
     assert accuracy.ok, f"{what}: {accuracy}"
 
