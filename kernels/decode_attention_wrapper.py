@@ -18,8 +18,9 @@ NO_WINDOW = 2**31 - 1
 
 class DecodeLaunch(NamedTuple):
     """Launch choices. rows: query heads of one program; block_t: key positions per tile; programs_per_sm: programs of
-    the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program; prefetch: tiles
-    that a program asks the L2 for before it waits for q; pdl: programmatic dependent launch.
+    the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program; interleaved: whole
+    splits take tiles in turn, not a run of them; prefetch: whether a program asks the L2 for its first tile before it
+    waits for q; pdl: programmatic dependent launch.
     """
 
     rows: int
@@ -28,7 +29,8 @@ class DecodeLaunch(NamedTuple):
     num_stages: int
     programs_per_sm: int
     min_tiles: int
-    prefetch: int
+    interleaved: bool
+    prefetch: bool
     pdl: bool
 
 
@@ -60,10 +62,11 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     programs_per_sm = 2 if group_size == 1 else 1
     # So few keys are walked sooner than results of splits are merged.
     short = max_len <= 256
+    keys_per_sm = batch * num_kv_heads * max_len // device.sm_count
+    long = group_size == 1 and keys_per_sm > 8192
     if tensor_cores:
         # Small programs start soonest; large ones keep more bytes on their way from memory.
-        keys_per_sm = batch * num_kv_heads * max_len // device.sm_count
-        keys = 64 if short or keys_per_sm > (2048 if group_size == 1 else 64) else 32
+        keys = 64 if short or long or (group_size > 1 and keys_per_sm > 64) else 32
         # A warp has 16 keys, and q and the accumulator as a whole. Where those are large four warps share them.
         wide = max(16, triton.next_power_of_2(rows)) * head_dim > 2048
         keys = min(keys // 2 if wide else keys, block_t)
@@ -79,7 +82,9 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     num_stages = max(2, min(most_stages, tiles + 1))
     min_tiles = 256 // keys if short else 2
     pdl = pdl_supported(device)
-    return DecodeLaunch(rows, keys, num_warps, num_stages, programs_per_sm, min_tiles, prefetch=1, pdl=pdl)
+    return DecodeLaunch(
+        rows, keys, num_warps, num_stages, programs_per_sm, min_tiles, interleaved=not long, prefetch=True, pdl=pdl
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -284,19 +289,22 @@ def _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence):
     d_lo, d_hi = split_head_dim(D)
     # Sequences of one length need no balancing: every item gets the same number of splits.
     whole_splits = num_programs % items == 0 and items < 2**16 and (B == 1 or not per_sequence)
-    grid = (num_programs // items, items) if whole_splits else (num_programs,)
+    splits = num_programs // items if whole_splits else num_programs
+    # Partials merged at a time: at most 64 accumulator values per thread.
+    block_s = max(1, min(64, 64 * 32 * choice.num_warps // (block_r * triton.next_power_of_2(D))))
+    grid = (splits, items) if whole_splits else (num_programs,)
     return grid, 2 * num_programs * choice.rows, items, {
-        "Hq": Hq, "Hkv": Hkv, "D": D, "D_LO": d_lo, "D_HI": d_hi, "ROWS": choice.rows,
+        "Hq": Hq, "Hkv": Hkv, "D": D, "D_LO": d_lo, "D_HI": d_hi, "D_PAD": triton.next_power_of_2(D),
+        "ROWS": choice.rows,
         # tl.dot takes 16 rows, of which up to 8 leave the loop.
         "BLOCK_H": max(16, block_r), "OUT_ROWS": max(8, block_r), "BLOCK_R": block_r,
-        # Partials merged at a time: at most 64 accumulator values per thread.
-        "BLOCK_S": max(1, min(64, 64 * 32 * choice.num_warps // (block_r * triton.next_power_of_2(D)))),
+        "BLOCK_S": min(block_s, triton.next_power_of_2(splits)), "ONE_BLOCK": splits <= block_s,
         "BLOCK_T": choice.block_t,
         # A product takes at least 16 keys per warp.
         "WARPS": min(choice.num_warps, choice.block_t // 16),
         "MIN_TILES": choice.min_tiles, "PREFETCH": choice.prefetch, "SPLITS_PER_ITEM": whole_splits,
-        "B_PAD": triton.next_power_of_2(B), "PER_SEQUENCE": per_sequence, "NUM_STAGES": choice.num_stages,
-        "PDL": choice.pdl, **launch_options(choice.pdl, num_warps=choice.num_warps),
+        "INTERLEAVED": choice.interleaved, "B_PAD": triton.next_power_of_2(B), "PER_SEQUENCE": per_sequence,
+        "NUM_STAGES": choice.num_stages, "PDL": choice.pdl, **launch_options(choice.pdl, num_warps=choice.num_warps),
     }  # fmt: skip
 
 
