@@ -459,6 +459,7 @@ def _decode_attention_split_kernel(
 
     With SPLITS_PER_ITEM the grid is (splits, items) and a program has one piece. Sequences of one length need no more,
     and the first keys are asked for much sooner: what a loop over pieces does not change is computed in front of it.
+    The piece is a run of tiles or, INTERLEAVED, every splits-th tile, which takes no division to find.
     """
     GROUP: tl.constexpr = Hq // Hkv
     HEAD_BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
