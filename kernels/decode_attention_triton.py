@@ -204,11 +204,13 @@ def _sum_accumulators(acc, rescale, OUT_ROWS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q_lo, q_hi, k_ptr, v_ptr, first, end, zero, scale_log2e, stride_kt, stride_vt,
+    q_lo, q_hi, k_ptr, v_ptr, start, stop, step, zero, scale_log2e, stride_kt, stride_vt,
     D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, BLOCK_H: tl.constexpr, OUT_ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to positions [first, end) of one KV head: the softmax state of the first OUT_ROWS query rows.
+    """Attend to the tiles of one KV head that begin at start, start + step, ..., as far as position stop.
+
+    Return the softmax state of the first OUT_ROWS query rows.
 
     That is the maximum [OUT_ROWS], the sum [OUT_ROWS] and the accumulator in two column ranges, [OUT_ROWS, D_LO] and
     [OUT_ROWS, D_HI]: powers of two, so that 96 is 64 + 32 and no lane idles (D_HI 0: the second repeats the first).
@@ -227,8 +229,8 @@ def _attend(
     if WIDE_OFFSETS:
         stride_kt, stride_vt = tl.cast(stride_kt, tl.int64), tl.cast(stride_vt, tl.int64)
     k_offset, v_offset = offs_t * stride_kt, offs_t * stride_vt
-    for tile_start in tl.range(first, end, BLOCK_T, num_stages=NUM_STAGES):
-        mask_t = tile_start + offs_t < end  # [WARPS, BLOCK_T // WARPS]
+    for tile_start in tl.range(start, stop, step, num_stages=NUM_STAGES):
+        mask_t = tile_start + offs_t < stop  # [WARPS, BLOCK_T // WARPS]
         k_rows = (k_ptr + tl.cast(tile_start, tl.int64) * stride_kt) + k_offset
         scores = _dot(q_lo, tl.permute(_load_columns(k_rows, mask_t, 0, D_LO, D), (0, 2, 1)))
         if D_HI:
@@ -257,41 +259,55 @@ def _attend(
 
 
 @triton.jit
+def _merge_block(
+    running_max, running_sum, acc, partial_ptr, stat_ptr, block_start, first_program, last_program, first_slot, offs_r,
+    ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """The softmax state with the partials of programs block_start .. block_start + BLOCK_S merged into it."""
+    program = block_start + tl.arange(0, BLOCK_S)
+    slot = tl.where(program == first_program, first_slot, 2 * program)
+    row = slot[None, :].to(tl.int64) * ROWS + offs_r[:, None]
+    mask_row = (program <= last_program)[None, :] & (offs_r < ROWS)[:, None]
+    # All loads first, so that they wait for memory together. .cg: from the L2, where the others' stores are.
+    part_max = tl.load(stat_ptr + 2 * row, mask=mask_row, other=LOWEST, cache_modifier=".cg")  # [BLOCK_R, BLOCK_S]
+    part_sum = tl.load(stat_ptr + 2 * row + 1, mask=mask_row, other=0.0, cache_modifier=".cg")
+    part = _load_columns(partial_ptr + row * D, mask_row, 0, D_PAD, D, True)  # [BLOCK_R, BLOCK_S, D_PAD]
+    new_max = tl.maximum(running_max, tl.max(part_max, axis=1))
+    rescale = tl.exp2(running_max - new_max)
+    share = tl.exp2(part_max - new_max[:, None])
+    running_sum = running_sum * rescale + tl.sum(part_sum * share, axis=1)
+    acc = acc * rescale[:, None] + tl.sum(part * share[:, :, None], axis=1)
+    return new_max, running_sum, acc
+
+
+@triton.jit
 def _merge(
     partial_ptr, stat_ptr, first_program, last_program, first_slot, zero,
-    ROWS: tl.constexpr, D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Softmax state of BLOCK_R rows merged from the partials of programs first_program .. last_program.
 
     Always in this order, whoever arrived last, so that the sum has the same bits on every run. A program's partial is
-    in slot 2 * program, except that of the first, which may be its second (``first_slot``).
+    in slot 2 * program, except that of the first, which may be its second (``first_slot``). ONE_BLOCK: there are at
+    most BLOCK_S. Everybody waits for the last program's merge, so it is worth code without a loop.
     """
     offs_r = tl.arange(0, BLOCK_R) + zero
     running_max = tl.full([BLOCK_R], LOWEST, tl.float32)
     running_sum = tl.zeros([BLOCK_R], tl.float32)
-    acc_lo = tl.zeros([BLOCK_R, D_LO], tl.float32)
-    acc_hi = tl.zeros([BLOCK_R, D_HI if D_HI else D_LO], tl.float32)
-    for block_start in range(first_program, last_program + 1, BLOCK_S):
-        program = block_start + tl.arange(0, BLOCK_S)
-        slot = tl.where(program == first_program, first_slot, 2 * program)
-        row = slot[None, :].to(tl.int64) * ROWS + offs_r[:, None]
-        mask_row = (program <= last_program)[None, :] & (offs_r < ROWS)[:, None]
-        # All loads first, so that they wait for memory together. .cg: from the L2, where the others' stores are.
-        part_max = tl.load(stat_ptr + 2 * row, mask=mask_row, other=LOWEST, cache_modifier=".cg")  # [BLOCK_R, BLOCK_S]
-        part_sum = tl.load(stat_ptr + 2 * row + 1, mask=mask_row, other=0.0, cache_modifier=".cg")
-        part_rows = partial_ptr + row * D
-        part_lo = _load_columns(part_rows, mask_row, 0, D_LO, D, True)  # [BLOCK_R, BLOCK_S, D_LO]
-        part_hi = _load_columns(part_rows, mask_row, D_LO, D_HI, D, True) if D_HI else part_lo
-        new_max = tl.maximum(running_max, tl.max(part_max, axis=1))
-        rescale = tl.exp2(running_max - new_max)
-        share = tl.exp2(part_max - new_max[:, None])
-        running_sum = running_sum * rescale + tl.sum(part_sum * share, axis=1)
-        acc_lo = acc_lo * rescale[:, None] + tl.sum(part_lo * share[:, :, None], axis=1)
-        if D_HI:
-            acc_hi = acc_hi * rescale[:, None] + tl.sum(part_hi * share[:, :, None], axis=1)
-        running_max = new_max
-    return running_max, running_sum, acc_lo, acc_hi
+    acc = tl.zeros([BLOCK_R, D_PAD], tl.float32)
+    if ONE_BLOCK:
+        running_max, running_sum, acc = _merge_block(
+            running_max, running_sum, acc, partial_ptr, stat_ptr, first_program, first_program, last_program,
+            first_slot, offs_r, ROWS, D, D_PAD, BLOCK_S,
+        )  # fmt: skip
+    else:
+        for block_start in range(first_program, last_program + 1, BLOCK_S):
+            running_max, running_sum, acc = _merge_block(
+                running_max, running_sum, acc, partial_ptr, stat_ptr, block_start, first_program, last_program,
+                first_slot, offs_r, ROWS, D, D_PAD, BLOCK_S,
+            )  # fmt: skip
+    return running_max, running_sum, acc
 
 
 @triton.jit
@@ -318,22 +334,20 @@ def _program_of(tile, share, extra):
 @triton.jit
 def _attend_piece(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, stat_ptr, arrived_ptr,
-    batch, item, item_start, item_end, tile, piece_end, first, end, program, program_start, share, extra, zero,
+    batch, item, start, stop, step, whole, slot, first_program, last_program, first_slot, zero,
     scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh,
     Hq: tl.constexpr, ITEMS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-    OUT_ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
-    WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr, PREFETCH: tl.constexpr, NUM_STAGES: tl.constexpr,
+    D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr, OUT_ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
+    PREFETCH: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to tiles [tile, piece_end) of one item, whose tiles are [item_start, item_end) in the same numbers.
+    """Attend to the tiles at start, start + step, ... of one item, as far as position stop.
 
-    Write the result where that is the whole item. Else store the partial softmax state; the program that arrives last
-    at the item merges the states and writes.
+    Write the result where they are the whole item. Else store the partial softmax state in ``slot``; the program that
+    arrives last of those that share the item, first_program .. last_program, merges the states and writes.
     """
-    piece_first_position = first + (tile - item_start) * BLOCK_T
-    piece_end_position = tl.minimum(first + (piece_end - item_start) * BLOCK_T, end)
-
     # int64 before any product with a stride: a large cache has more than 2^31 elements.
     wide_batch = batch.to(tl.int64)
     kv_head = (item // HEAD_BLOCKS).to(tl.int64)
@@ -342,8 +356,7 @@ def _attend_piece(
     v_head_ptr = v_ptr + wide_batch * stride_vb + kv_head * stride_vh
     if PREFETCH:
         # The tiles' own loads are issued after q has arrived: a latency that the first of them need not wait for.
-        ahead = piece_first_position + tl.arange(0, BLOCK_T * PREFETCH)
-        ahead = tl.minimum(ahead, tl.maximum(piece_end_position - 1, 0)).to(tl.int64)
+        ahead = tl.minimum(start + tl.arange(0, BLOCK_T), tl.maximum(stop - 1, 0)).to(tl.int64)
         _prefetch(k_head_ptr + ahead * stride_kt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
         _prefetch(v_head_ptr + ahead * stride_vt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
     offs_h = tl.arange(0, BLOCK_H) + zero
@@ -352,13 +365,13 @@ def _attend_piece(
     q_lo = _load_columns(q_rows, mask_h, 0, D_LO, D)
     q_hi = _load_columns(q_rows, mask_h, D_LO, D_HI, D) if D_HI else q_lo
     running_max, running_sum, acc_lo, acc_hi = _attend(
-        q_lo, q_hi, k_head_ptr, v_head_ptr, piece_first_position, piece_end_position, zero, scale_log2e,
+        q_lo, q_hi, k_head_ptr, v_head_ptr, start, stop, step, zero, scale_log2e,
         stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS, WIDE_OFFSETS, NUM_STAGES,
     )  # fmt: skip
 
     offs_h = tl.arange(0, OUT_ROWS) + zero
     mask_h = (offs_h < ROWS) & (head_block * ROWS + offs_h < GROUP)
-    if tile == item_start and piece_end == item_end:
+    if whole:
         q_head = kv_head * GROUP + head_block * ROWS + offs_h
         _write_result(
             out_ptr + wide_batch * stride_ob + q_head * stride_oh,
@@ -366,8 +379,6 @@ def _attend_piece(
             mask_h, running_max, running_sum, acc_lo, acc_hi, D, D_LO, D_HI,
         )  # fmt: skip
     else:
-        # Only a program's first piece and its last can be partial: two slots.
-        slot = 2 * program + (tile > program_start).to(tl.int32)
         row = slot.to(tl.int64) * ROWS + offs_h
         _store_columns(partial_ptr + row * D, offs_h < ROWS, acc_lo, 0, D_LO, D)
         if D_HI:
@@ -375,8 +386,6 @@ def _attend_piece(
         tl.store(stat_ptr + 2 * row, running_max, mask=offs_h < ROWS)
         tl.store(stat_ptr + 2 * row + 1, running_sum, mask=offs_h < ROWS)
 
-        first_program = _program_of(item_start, share, extra)
-        last_program = _program_of(item_end - 1, share, extra)
         # A scalar atomic is issued by one thread, and orders only what that thread has seen: all stores of the
         # program have to be behind a barrier first.
         tl.debug_barrier()
@@ -384,11 +393,9 @@ def _attend_piece(
         before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
         if before == last_program - first_program:
             tl.store(arrived, 0)  # for the next launch (a replay of a captured graph cannot clear it)
-            first_program_start = first_program * share + tl.minimum(first_program, extra)
-            first_slot = 2 * first_program + (item_start > first_program_start).to(tl.int32)
-            merged_max, merged_sum, merged_lo, merged_hi = _merge(
+            merged_max, merged_sum, merged = _merge(
                 partial_ptr, stat_ptr, first_program, last_program, first_slot, zero,
-                ROWS, D, D_LO, D_HI, BLOCK_R, BLOCK_S,
+                ROWS, D, D_PAD, BLOCK_R, BLOCK_S, ONE_BLOCK,
             )  # fmt: skip
             offs_r = tl.arange(0, BLOCK_R) + zero
             merged_head = kv_head * GROUP + head_block * ROWS + offs_r
@@ -396,7 +403,7 @@ def _attend_piece(
                 out_ptr + wide_batch * stride_ob + merged_head * stride_oh,
                 None if lse_ptr is None else lse_ptr + wide_batch * Hq + merged_head,
                 (offs_r < ROWS) & (head_block * ROWS + offs_r < GROUP),
-                merged_max, merged_sum, merged_lo, merged_hi, D, D_LO, D_HI,
+                merged_max, merged_sum, merged, merged, D, D_PAD, 0,
             )  # fmt: skip
 
 
@@ -424,17 +431,20 @@ def _decode_attention_split_kernel(
     D: tl.constexpr,
     D_LO: tl.constexpr,
     D_HI: tl.constexpr,
+    D_PAD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     OUT_ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     WARPS: tl.constexpr,
     WIDE_OFFSETS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     PREFETCH: tl.constexpr,
     SPLITS_PER_ITEM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     B_PAD: tl.constexpr,
     PER_SEQUENCE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -449,6 +459,7 @@ def _decode_attention_split_kernel(
 
     With SPLITS_PER_ITEM the grid is (splits, items) and a program has one piece. Sequences of one length need no more,
     and the first keys are asked for much sooner: what a loop over pieces does not change is computed in front of it.
+    The piece is a run of tiles or, INTERLEAVED, every splits-th tile, which takes no division to find.
     """
     GROUP: tl.constexpr = Hq // Hkv
     HEAD_BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
@@ -465,21 +476,27 @@ def _decode_attention_split_kernel(
             first, end = _visible_range(tl.load(cache_len + batch), T_max, window)
         else:
             first, end = _visible_range(cache_len, T_max, window)
-        item_tiles = tl.maximum(tl.cdiv(end - first, BLOCK_T), 1)
-        splits = tl.minimum(tl.num_programs(0), tl.cdiv(item_tiles, MIN_TILES))
+        tiles = tl.maximum(tl.cdiv(end - first, BLOCK_T), 1)
+        splits = tl.minimum(tl.num_programs(0), tl.cdiv(tiles, MIN_TILES))
         if split >= splits:
             return
-        share = item_tiles // splits
-        extra = item_tiles - share * splits
-        tile = split * share + tl.minimum(split, extra)
-        piece_end = tile + share + (split < extra).to(tl.int32)
+        if INTERLEAVED:
+            start = first + split * BLOCK_T
+            stop = end
+            step = splits * BLOCK_T
+        else:
+            share = tiles // splits
+            extra = tiles - share * splits
+            start = first + (split * share + tl.minimum(split, extra)) * BLOCK_T
+            stop = tl.minimum(start + (share + (split < extra).to(tl.int32)) * BLOCK_T, end)
+            step = BLOCK_T
         first_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) * (2 * ROWS)
         _attend_piece(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr + first_row * D, stat_ptr + 2 * first_row, arrived_ptr,
-            batch, item, 0, item_tiles, tile, piece_end, first, end, split, tile, share, extra, 0,
+            batch, item, start, stop, step, splits == 1, 2 * split, 0, splits - 1, 0, 0,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-            stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, ROWS, BLOCK_H, OUT_ROWS, BLOCK_R,
-            BLOCK_S, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES,
+            stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES,
         )  # fmt: skip
         return
 
@@ -519,11 +536,20 @@ def _decode_attention_split_kernel(
         item_start = sequence_start + item * item_tiles
         item_end = item_start + item_tiles
         piece_end = tl.minimum(program_end, item_end)
+        start = first + (tile - item_start) * BLOCK_T
+        stop = tl.minimum(first + (piece_end - item_start) * BLOCK_T, end)
+        # Only a program's first piece and its last can be partial: two slots.
+        slot = 2 * program + (tile > program_start).to(tl.int32)
+        first_program = _program_of(item_start, share, extra)
+        last_program = _program_of(item_end - 1, share, extra)
+        first_program_start = first_program * share + tl.minimum(first_program, extra)
+        first_slot = 2 * first_program + (item_start > first_program_start).to(tl.int32)
         _attend_piece(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, stat_ptr, arrived_ptr,
-            batch, item, item_start, item_end, tile, piece_end, first, end, program, program_start, share, extra, zero,
+            batch, item, start, stop, BLOCK_T, (tile == item_start) & (piece_end == item_end), slot,
+            first_program, last_program, first_slot, zero,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-            stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, ROWS, BLOCK_H, OUT_ROWS, BLOCK_R,
-            BLOCK_S, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES,
+            stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES,
         )  # fmt: skip
         tile = piece_end

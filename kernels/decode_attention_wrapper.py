@@ -18,8 +18,9 @@ NO_WINDOW = 2**31 - 1
 
 class DecodeLaunch(NamedTuple):
     """Launch choices. rows: query heads of one program; block_t: key positions per tile; programs_per_sm: programs of
-    the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program; prefetch: tiles
-    that a program asks the L2 for before it waits for q; pdl: programmatic dependent launch.
+    the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program; interleaved: whole
+    splits take tiles in turn, not a run of them; prefetch: whether a program asks the L2 for its first tile before it
+    waits for q; pdl: programmatic dependent launch.
     """
 
     rows: int
@@ -28,7 +29,8 @@ class DecodeLaunch(NamedTuple):
     num_stages: int
     programs_per_sm: int
     min_tiles: int
-    prefetch: int
+    interleaved: bool
+    prefetch: bool
     pdl: bool
 
 
@@ -40,7 +42,7 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     wanted (config.BLOCK_T).
 
     Measured on an NVIDIA H200, 2026-11-29, float16, batch 1, PDL, microseconds per call with cold caches, and programs
-    (keys per tile, warps, stages):
+    (keys per tile, warps, stages), each split a run of tiles:
 
         32 heads of 96 (Phi-3 Mini)       T = 128    256        512        2048       8192       32768      131072
         32, 2, 4                          4.8 (64)   5.0 (128)  5.9 (256)  10.6 (256) 29.1 (256)
@@ -52,18 +54,24 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         64, 4, 4                                                           7.4 (128)  13.3 (128) 36.1 (128) 124.2 (128)
         64, 4, 3                          3.5 (8)    4.8 (8)    5.8 (32)   7.4 (128)  13.1 (128) 36.2 (128) 124.1 (128)
 
+    Tiles in turn / runs of them, in a form with another, slower merge:
+
+        32 heads of 96, 32, 2, 4                                        11.7/11.1  29.4/30.3  97.8/-
+        32 heads of 96, 64, 4, 4                                                              99.1/100.2 378.7/374.3
+        32 over 8 heads of 128, 64, 4, 3                                10.2/10.1  17.1/17.6  40.4/40.9  128.1/129.6
+
     At 32 heads of 96 and 2048 positions it is 11.1 without PDL, and 15.2 where the next launch is asked to come early.
     """
     # A program's rows are its accumulator, which must not spill: an MQA model with many heads takes several programs.
     tensor_cores = dtype_bytes == 2 and device.capability >= (8, 0)
     rows = triton.cdiv(group_size, triton.cdiv(group_size, 32 if tensor_cores else 16))
     programs_per_sm = 2 if group_size == 1 else 1
+    keys_per_sm = batch * num_kv_heads * max_len // device.sm_count
     # So few keys are walked sooner than results of splits are merged.
     short = max_len <= 256
     if tensor_cores:
         # Small programs start soonest; large ones keep more bytes on their way from memory.
-        keys_per_sm = batch * num_kv_heads * max_len // device.sm_count
-        keys = 64 if short or keys_per_sm > (2048 if group_size == 1 else 64) else 32
+        keys = 64 if short or keys_per_sm > (8192 if group_size == 1 else 64) else 32
         # A warp has 16 keys, and q and the accumulator as a whole. Where those are large four warps share them.
         wide = max(16, triton.next_power_of_2(rows)) * head_dim > 2048
         keys = min(keys // 2 if wide else keys, block_t)
@@ -78,8 +86,11 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     most_stages = 2 if device.capability < (8, 0) else 3 if short or (keys == 64 and group_size > 1) else 4
     num_stages = max(2, min(most_stages, tiles + 1))
     min_tiles = 256 // keys if short else 2
+    interleaved = 256 < keys_per_sm // programs_per_sm <= 8192
     pdl = pdl_supported(device)
-    return DecodeLaunch(rows, keys, num_warps, num_stages, programs_per_sm, min_tiles, prefetch=1, pdl=pdl)
+    return DecodeLaunch(
+        rows, keys, num_warps, num_stages, programs_per_sm, min_tiles, interleaved, prefetch=True, pdl=pdl
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -284,19 +295,22 @@ def _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence):
     d_lo, d_hi = split_head_dim(D)
     # Sequences of one length need no balancing: every item gets the same number of splits.
     whole_splits = num_programs % items == 0 and items < 2**16 and (B == 1 or not per_sequence)
-    grid = (num_programs // items, items) if whole_splits else (num_programs,)
+    splits = num_programs // items if whole_splits else num_programs
+    # Partials merged at a time: at most 64 accumulator values per thread.
+    block_s = max(1, min(64, 64 * 32 * choice.num_warps // (block_r * triton.next_power_of_2(D))))
+    grid = (splits, items) if whole_splits else (num_programs,)
     return grid, 2 * num_programs * choice.rows, items, {
-        "Hq": Hq, "Hkv": Hkv, "D": D, "D_LO": d_lo, "D_HI": d_hi, "ROWS": choice.rows,
+        "Hq": Hq, "Hkv": Hkv, "D": D, "D_LO": d_lo, "D_HI": d_hi, "D_PAD": triton.next_power_of_2(D),
+        "ROWS": choice.rows,
         # tl.dot takes 16 rows, of which up to 8 leave the loop.
         "BLOCK_H": max(16, block_r), "OUT_ROWS": max(8, block_r), "BLOCK_R": block_r,
-        # Partials merged at a time: at most 64 accumulator values per thread.
-        "BLOCK_S": max(1, min(64, 64 * 32 * choice.num_warps // (block_r * triton.next_power_of_2(D)))),
+        "BLOCK_S": min(block_s, triton.next_power_of_2(splits)), "ONE_BLOCK": splits <= block_s,
         "BLOCK_T": choice.block_t,
         # A product takes at least 16 keys per warp.
         "WARPS": min(choice.num_warps, choice.block_t // 16),
         "MIN_TILES": choice.min_tiles, "PREFETCH": choice.prefetch, "SPLITS_PER_ITEM": whole_splits,
-        "B_PAD": triton.next_power_of_2(B), "PER_SEQUENCE": per_sequence, "NUM_STAGES": choice.num_stages,
-        "PDL": choice.pdl, **launch_options(choice.pdl, num_warps=choice.num_warps),
+        "INTERLEAVED": choice.interleaved, "B_PAD": triton.next_power_of_2(B), "PER_SEQUENCE": per_sequence,
+        "NUM_STAGES": choice.num_stages, "PDL": choice.pdl, **launch_options(choice.pdl, num_warps=choice.num_warps),
     }  # fmt: skip
 
 

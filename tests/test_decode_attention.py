@@ -57,9 +57,9 @@ def small_tiles(q, k_cache):
     return choice._replace(min_tiles=1)
 
 
-def split_attention(q, k_cache, v_cache, cache_len, num_programs, **kwargs):
+def split_attention(q, k_cache, v_cache, cache_len, num_programs, *, interleaved=True, **kwargs):
     """(out, lse) of the split kernel (0 programs: the single pass), in small tiles, with a workspace full of NaN."""
-    choice = small_tiles(q, k_cache)
+    choice = small_tiles(q, k_cache)._replace(interleaved=interleaved)
     for workspace in wrapper._workspaces.get(q.device, ()):
         workspace.partial.fill_(float("nan"))
     result = decode_attention_with_lse(
@@ -70,10 +70,10 @@ def split_attention(q, k_cache, v_cache, cache_len, num_programs, **kwargs):
     return result
 
 
-def check(q, k_cache, v_cache, lengths, *, num_programs=None, window=None, scale=None):
+def check(q, k_cache, v_cache, lengths, *, num_programs=None, window=None, scale=None, **kwargs):
     """A kernel over poisoned caches against float64, by the error of SDPA on the visible keys alone.
 
-    num_programs: None is decode_attention itself, a number split_attention.
+    num_programs: None is decode_attention itself, a number split_attention (with ``kwargs``).
     """
     poison(k_cache, lengths, window)
     poison(v_cache, lengths, window)
@@ -81,7 +81,7 @@ def check(q, k_cache, v_cache, lengths, *, num_programs=None, window=None, scale
     if num_programs is None:
         out = decode_attention(*arguments, window=window, scale=scale)
     else:
-        out, _ = split_attention(*arguments, num_programs, window=window, scale=scale)
+        out, _ = split_attention(*arguments, num_programs, window=window, scale=scale, **kwargs)
     for b, length in enumerate(lengths):
         first = 0 if window is None else max(length - window, 0)
         k, v = k_cache[b : b + 1, :, first:length], v_cache[b : b + 1, :, first:length]
@@ -236,6 +236,19 @@ def test_lengths_around_tile_and_split_borders(length, device):
 @pytest.mark.parametrize("window", (1, 10, 16, 17, 40, 79, 200))
 def test_window_inside_and_across_splits(window, device):
     check(*make_inputs(1, 2, 1, 32, 80, device=device), [79], window=window, num_programs=4)
+
+
+@pytest.mark.parametrize("interleaved", (False, True), ids=("runs of tiles", "tiles in turn"))
+@pytest.mark.parametrize("length", (1, 16, 17, 49, 79, 80))
+def test_whole_splits(length, interleaved, device):
+    """Two heads in 3 splits each, one of them a tile longer or none, with and without a window."""
+    for window in (None, 40):
+        inputs = make_inputs(1, 2, 2, 32, 80, device=device)
+        check(*inputs, [length], window=window, num_programs=6, interleaved=interleaved)
+
+
+def test_more_splits_than_are_merged_at_a_time(device):
+    check(*make_inputs(1, 8, 1, 256, 220, dtype=torch.float16, device=device), [210], num_programs=14)
 
 
 @pytest.mark.parametrize("head_dim", (16, 72, 112, 160, 256))
@@ -456,7 +469,7 @@ def test_launch_choices():
 @pytest.mark.parametrize(
     "num_kv_heads, group_size, head_dim, expected",
     (
-        (32, 1, 96, ((64, 4, 32), (64, 4, 32), (32, 2, 256), (32, 2, 256), (32, 2, 256), (64, 4, 256), (64, 4, 256))),
+        (32, 1, 96, ((64, 4, 32), (64, 4, 32), (32, 2, 256), (32, 2, 256), (32, 2, 256), (32, 2, 256), (64, 4, 256))),
         (8, 4, 128, ((64, 4, 8), (64, 4, 8), (32, 2, 64), (64, 4, 128), (64, 4, 128), (64, 4, 128), (64, 4, 128))),
         (10, 4, 128, ((64, 4, 10), (64, 4, 10), (32, 2, 80), (64, 4, 130), (64, 4, 130), (64, 4, 130), (64, 4, 130))),
     ),
@@ -468,6 +481,12 @@ def test_choices_of_the_measured_shapes(num_kv_heads, group_size, head_dim, expe
         choice = launch_choice(num_kv_heads, group_size, head_dim, max_len)
         assert (choice.block_t, choice.num_warps) == (block_t, num_warps), max_len
         assert choose_num_programs(choice, 1, num_kv_heads, group_size, max_len, 132) == num_programs, max_len
+
+
+def test_tiles_in_turn_in_the_measured_range():
+    """From a few to many tiles per program; at both ends runs of tiles are as fast or faster."""
+    assert [launch_choice(32, 1, 96, T).interleaved for T in (2048, 8192, 32768, 131072)] == [False, True, True, False]
+    assert [launch_choice(8, 4, 128, T).interleaved for T in (2048, 8192, 131072)] == [False, True, True]
 
 
 def test_number_of_programs():
