@@ -30,6 +30,7 @@ from kernels.decode_attention_triton import (
     _accumulate,
     _dot,
     _first_rows,
+    _load_columns,
     _over_warps,
     _sum_accumulators,
 )
@@ -313,31 +314,32 @@ def _load_new(
     return q, k, v
 
 
-# Each dim of a K or V tile has a place there that is not its number. A tensor core product takes its second factor from
-# fixed registers: lane 4 n + c has column n of each 8, in rows 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of each 16 (PTX ISA,
-# mma.m16n8k16). In q K^T the rows are dims and the columns keys, in weights V the rows are keys and the columns dims.
-# Memory wants to be read in runs of 16 bytes, and with dims in their own order such runs reach those registers through
-# shared memory. But a score may sum its dims in any order, and the outputs may come in any. So the eight dims of a run
-# get the places of one lane: four pairs of rows of K, or the same column of eight products with V. q and the new key
-# follow K's order, the outputs and the new value V's; in memory every dim is where it was.
+# K and V reach the tensor cores without shared memory (DIRECT). A product takes its second factor from fixed registers:
+# lane 4 n + c has column n of each 8, in rows 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of each 16 (PTX ISA, mma.m16n8k16). In
+# q K^T rows are dims and columns keys, in weights V rows are keys and columns dims. Memory wants to be read in runs of
+# 16 bytes of one key, and with dims in their own order a run is not what the lane that reads it needs. But a score may
+# sum its dims in any order, and the outputs may come in any. So the eight dims of a run are given the places of one
+# lane: four pairs of rows of K, or one column of eight products with V. q and the new key follow K's order, the outputs
+# and the new value V's; in memory every dim stays where it is. Without tensor cores, or where warps share keys, a dim's
+# place is its own number.
 
 
 @triton.jit
-def _k_dims(COLUMN: tl.constexpr, WIDTH: tl.constexpr):
-    """[WIDTH]: the dim at each place of K. The dims (chunk, c, i, b) of _load_k have the places (chunk, i, c, b)."""
-    RUN: tl.constexpr = 8 if WIDTH >= 32 else WIDTH // 4
-    place = tl.arange(0, WIDTH)
-    chunk, i, c, b = place // (4 * RUN), place // 8 % (RUN // 2), place // 2 % 4, place % 2
-    return COLUMN + (chunk * 4 + c) * RUN + i * 2 + b
+def _dims(COLUMN: tl.constexpr, WIDTH: tl.constexpr, DIRECT: tl.constexpr):
+    """Two [WIDTH]: the dim at each place of K and of V, of dims COLUMN .. COLUMN + WIDTH.
 
-
-@triton.jit
-def _v_dims(COLUMN: tl.constexpr, WIDTH: tl.constexpr):
-    """[WIDTH]: the dim at each place of V. The dims (chunk, n, i) of _load_v have the places (chunk, i, n)."""
-    RUN: tl.constexpr = 8 if WIDTH >= 64 else WIDTH // 8
+    The dims (chunk, c, i, b) of _load_k have the places (chunk, i, c, b), (chunk, n, i) of _load_v (chunk, i, n).
+    """
     place = tl.arange(0, WIDTH)
-    chunk, i, n = place // (8 * RUN), place // 8 % RUN, place % 8
-    return COLUMN + (chunk * 8 + n) * RUN + i
+    k_dims, v_dims = COLUMN + place, COLUMN + place
+    if DIRECT:
+        K_RUN: tl.constexpr = 8 if WIDTH >= 32 else WIDTH // 4
+        V_RUN: tl.constexpr = 8 if WIDTH >= 64 else WIDTH // 8
+        chunk, i, c, b = place // (4 * K_RUN), place // 8 % (K_RUN // 2), place // 2 % 4, place % 2
+        k_dims = COLUMN + (chunk * 4 + c) * K_RUN + i * 2 + b
+        chunk, i, n = place // (8 * V_RUN), place // 8 % V_RUN, place % 8
+        v_dims = COLUMN + (chunk * 8 + n) * V_RUN + i
+    return k_dims, v_dims
 
 
 @triton.jit
@@ -386,17 +388,27 @@ def _load_v(
 
 
 @triton.jit
+def _load_in_order(
+    ptr, start, end, stride_t,
+    COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, WARPS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Keys or values [WARPS, KEYS, WIDTH] from ``start`` on, every dim at its own place."""
+    t = start + tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    return _load_columns(ptr + t.to(tl.int64) * stride_t, t < end, COLUMN, WIDTH, D)
+
+
+@triton.jit
 def _load_tile(
-    k_ptr, v_ptr, start, end, stride_kt, stride_vt,
-    D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, WARPS: tl.constexpr, KEYS: tl.constexpr,
+    k_ptr, v_ptr, start, end, stride_kt, stride_vt, D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr,
+    WARPS: tl.constexpr, KEYS: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """WARPS * KEYS positions of one head's K and V, each in two column ranges."""
-    k_lo = _load_k(k_ptr, start, end, stride_kt, 0, D_LO, D, WARPS, KEYS)
-    v_lo = _load_v(v_ptr, start, end, stride_vt, 0, D_LO, D, WARPS, KEYS)
-    k_hi, v_hi = k_lo, v_lo
-    if D_HI:
-        k_hi = _load_k(k_ptr, start, end, stride_kt, D_LO, D_HI, D, WARPS, KEYS)
-        v_hi = _load_v(v_ptr, start, end, stride_vt, D_LO, D_HI, D, WARPS, KEYS)
+    load_k: tl.constexpr = _load_k if DIRECT else _load_in_order
+    load_v: tl.constexpr = _load_v if DIRECT else _load_in_order
+    k_lo = load_k(k_ptr, start, end, stride_kt, 0, D_LO, D, WARPS, KEYS)
+    k_hi = load_k(k_ptr, start, end, stride_kt, D_LO, D_HI, D, WARPS, KEYS) if D_HI else k_lo
+    v_lo = load_v(v_ptr, start, end, stride_vt, 0, D_LO, D, WARPS, KEYS)
+    v_hi = load_v(v_ptr, start, end, stride_vt, D_LO, D_HI, D, WARPS, KEYS) if D_HI else v_lo
     return k_lo, k_hi, v_lo, v_hi
 
 
@@ -435,6 +447,7 @@ def _rope_attention_kernel(
     SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     WARPS: tl.constexpr,
+    DIRECT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program = (query head, split): RoPE, attention over its share of the past, and the new token in the last.
@@ -464,15 +477,17 @@ def _rope_attention_kernel(
     offs_t = tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
     k_ptr += kv_head.to(tl.int64) * stride_kh
     v_ptr += kv_head.to(tl.int64) * stride_vh
-    k_lo, k_hi, v_lo, v_hi = _load_tile(k_ptr, v_ptr, start, end, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS)
-    k_dims_lo, v_dims_lo = _k_dims(0, D_LO), _v_dims(0, D_LO)
+    k_lo, k_hi, v_lo, v_hi = _load_tile(
+        k_ptr, v_ptr, start, end, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS, DIRECT
+    )  # fmt: skip
+    k_dims_lo, v_dims_lo = _dims(0, D_LO, DIRECT)
     cos_lo, sin_lo = _load_rotation(cos_ptr, sin_ptr, position, k_dims_lo, ROTARY)
     if D_HI:
-        k_dims_hi, v_dims_hi = _k_dims(D_LO, D_HI), _v_dims(D_LO, D_HI)
+        k_dims_hi, v_dims_hi = _dims(D_LO, D_HI, DIRECT)
         cos_hi, sin_hi = _load_rotation(cos_ptr, sin_ptr, position, k_dims_hi, ROTARY)
     _wait_for_previous(PDL)
 
-    # All loads before the first sum and the first store, so that they wait for L2 together: none passes a barrier.
+    # All loads before the first store and the first sum, so that they wait for L2 together: none would pass either.
     owns_new = split == active - 1
     q_lo, k_new_lo, v_new_lo = _load_new(
         qkv_ptr, head, kv_head, owns_new, k_dims_lo, v_dims_lo, cos_lo, sin_lo, HQ, HKV, D, ROTARY
@@ -481,6 +496,14 @@ def _rope_attention_kernel(
         q_hi, k_new_hi, v_new_hi = _load_new(
             qkv_ptr, head, kv_head, owns_new, k_dims_hi, v_dims_hi, cos_hi, sin_hi, HQ, HKV, D, ROTARY
         )  # fmt: skip
+    writes = owns_new & (head % (HQ // HKV) == 0)
+    k_row = k_ptr + position.to(tl.int64) * stride_kt
+    v_row = v_ptr + position.to(tl.int64) * stride_vt
+    tl.store(k_row + k_dims_lo, k_new_lo, mask=writes & (k_dims_lo < D))
+    tl.store(v_row + v_dims_lo, v_new_lo, mask=writes & (v_dims_lo < D))
+    if D_HI:
+        tl.store(k_row + k_dims_hi, k_new_hi, mask=writes & (k_dims_hi < D))
+        tl.store(v_row + v_dims_hi, v_new_hi, mask=writes & (v_dims_hi < D))
     new_score = tl.sum(q_lo * k_new_lo.to(tl.float32), axis=0)
     q_rows_lo = tl.broadcast_to(q_lo.to(k_lo.dtype)[None, None, :], [WARPS, 16, D_LO])
     acc_lo = tl.zeros([WARPS, 16, D_LO], tl.float32)
@@ -511,7 +534,7 @@ def _rope_attention_kernel(
         # Only now: loads any earlier need a second set of registers, that is, fewer programs per multiprocessor.
         if tile + BLOCK_T < end:
             k_lo, k_hi, v_lo, v_hi = _load_tile(
-                k_ptr, v_ptr, tile + BLOCK_T, end, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS
+                k_ptr, v_ptr, tile + BLOCK_T, end, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS, DIRECT
             )  # fmt: skip
 
     # Eight of the equal rows leave the loop, which moves nothing between threads; the first is stored.
@@ -527,14 +550,6 @@ def _rope_attention_kernel(
     if D_HI:
         acc_hi = _sum_accumulators(acc_hi, rescale, ROWS) + new_weight[:, None] * v_new_hi.to(tl.float32)[None, :]
 
-    if owns_new & (head % (HQ // HKV) == 0):
-        k_row = k_ptr + position.to(tl.int64) * stride_kt
-        v_row = v_ptr + position.to(tl.int64) * stride_vt
-        tl.store(k_row + k_dims_lo, k_new_lo, mask=k_dims_lo < D)
-        tl.store(v_row + v_dims_lo, v_new_lo, mask=v_dims_lo < D)
-        if D_HI:
-            tl.store(k_row + k_dims_hi, k_new_hi, mask=k_dims_hi < D)
-            tl.store(v_row + v_dims_hi, v_new_hi, mask=v_dims_hi < D)
     if active == 1:
         _store_first_row(out_ptr + head * D, acc_lo / running_sum[:, None], v_dims_lo, D)
         if D_HI:
