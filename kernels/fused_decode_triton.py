@@ -32,7 +32,6 @@ from kernels.decode_attention_triton import (
     _first_rows,
     _load_columns,
     _over_warps,
-    _store_columns,
     _sum_accumulators,
 )
 from kernels.device import _launch_next, _wait_for_previous
@@ -292,18 +291,6 @@ def _load_rotated(ptr, offs_d, cos, sin, D: tl.constexpr, ROTARY: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(ptr, start, end, offs_t, stride_t, D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr):
-    """Positions start + offs_t of one head's cache in two column ranges; zeros from ``end`` on."""
-    rows = ptr + (start + offs_t).to(tl.int64) * stride_t
-    mask_t = start + offs_t < end
-    lo = _load_columns(rows, mask_t, 0, D_LO, D)
-    hi = lo
-    if D_HI:
-        hi = _load_columns(rows, mask_t, D_LO, D_HI, D)
-    return lo, hi
-
-
-@triton.jit
 def _load_rotation(cos_ptr, sin_ptr, position, offs_d, ROTARY: tl.constexpr):
     """RoPE's factors of these dims at one position; those from ROTARY on turn by nothing."""
     angle = position * (ROTARY // 2) + tl.where(offs_d < ROTARY // 2, offs_d, offs_d - ROTARY // 2)
@@ -313,20 +300,123 @@ def _load_rotation(cos_ptr, sin_ptr, position, offs_d, ROTARY: tl.constexpr):
 
 @triton.jit
 def _load_new(
-    qkv_ptr, k_row, v_row, head, kv_head, owns, writes, offs_d, cos, sin,
+    qkv_ptr, head, kv_head, owns, k_dims, v_dims, cos, sin,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """These dims of the new token's q (float32), k and v (the cache's dtype); ``writes``: store k and v as well.
+    """The new token's q (float32) and k at k_dims, and its v at v_dims.
 
     The key is rounded before it is used: later steps see the same one. v is 0 where it is not the program's own: its
     weight of 0 would turn an infinite one into NaN.
     """
-    q = _load_rotated(qkv_ptr + head * D, offs_d, cos, sin, D, ROTARY)
-    k = _load_rotated(qkv_ptr + (HQ + kv_head) * D, offs_d, cos, sin, D, ROTARY).to(k_row.dtype.element_ty)
-    v = tl.load(qkv_ptr + (HQ + HKV + kv_head) * D + offs_d, mask=owns & (offs_d < D), other=0.0)
-    tl.store(k_row + offs_d, k, mask=writes & (offs_d < D))
-    tl.store(v_row + offs_d, v, mask=writes & (offs_d < D))
+    q = _load_rotated(qkv_ptr + head * D, k_dims, cos, sin, D, ROTARY)
+    k = _load_rotated(qkv_ptr + (HQ + kv_head) * D, k_dims, cos, sin, D, ROTARY).to(qkv_ptr.dtype.element_ty)
+    v = tl.load(qkv_ptr + (HQ + HKV + kv_head) * D + v_dims, mask=owns & (v_dims < D), other=0.0)
     return q, k, v
+
+
+# K and V reach the tensor cores without shared memory (DIRECT). A product takes its second factor from fixed registers:
+# lane 4 n + c has column n of each 8, in rows 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of each 16 (PTX ISA, mma.m16n8k16). In
+# q K^T rows are dims and columns keys, in weights V rows are keys and columns dims. Memory wants to be read in runs of
+# 16 bytes of one key, and with dims in their own order a run is not what the lane that reads it needs. But a score may
+# sum its dims in any order, and the outputs may come in any. So the eight dims of a run are given the places of one
+# lane: four pairs of rows of K, or one column of eight products with V. q and the new key follow K's order, the outputs
+# and the new value V's; in memory every dim stays where it is. Without tensor cores, or where warps share keys, a dim's
+# place is its own number.
+
+
+@triton.jit
+def _dims(COLUMN: tl.constexpr, WIDTH: tl.constexpr, DIRECT: tl.constexpr):
+    """Two [WIDTH]: the dim at each place of K and of V, of dims COLUMN .. COLUMN + WIDTH.
+
+    The dims (chunk, c, i, b) of _load_k have the places (chunk, i, c, b), (chunk, n, i) of _load_v (chunk, i, n).
+    """
+    place = tl.arange(0, WIDTH)
+    k_dims, v_dims = COLUMN + place, COLUMN + place
+    if DIRECT:
+        K_RUN: tl.constexpr = 8 if WIDTH >= 32 else WIDTH // 4
+        V_RUN: tl.constexpr = 8 if WIDTH >= 64 else WIDTH // 8
+        chunk, i, c, b = place // (4 * K_RUN), place // 8 % (K_RUN // 2), place // 2 % 4, place % 2
+        k_dims = COLUMN + (chunk * 4 + c) * K_RUN + i * 2 + b
+        chunk, i, n = place // (8 * V_RUN), place // 8 % V_RUN, place % 8
+        v_dims = COLUMN + (chunk * 8 + n) * V_RUN + i
+    return k_dims, v_dims
+
+
+@triton.jit
+def _load_runs(ptr, t, end, stride_t, dim, RUN: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr):
+    """[N, RUN]: of each of N positions t its dims from ``dim`` on; 0 from ``end`` on and, if MASKED, from dim D on."""
+    dims = dim[:, None] + tl.arange(0, RUN)[None, :]
+    mask = (t < end)[:, None]
+    if MASKED:
+        mask = mask & (dims < D)
+    return tl.load(ptr + (t.to(tl.int64) * stride_t)[:, None] + dims, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_k(
+    ptr, start, end, stride_t,
+    COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, WARPS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Keys [WARPS, KEYS, WIDTH] from ``start`` on: dims COLUMN .. COLUMN + WIDTH, at K's places."""
+    RUN: tl.constexpr = 8 if WIDTH >= 32 else WIDTH // 4
+    CHUNKS: tl.constexpr = WIDTH // (4 * RUN)
+    # The compiler deals out a load's rows, here the runs, to lanes, then to warps, and then starts over.
+    run = tl.arange(0, KEYS // 8 * CHUNKS * WARPS * 32)  # (eight, chunk, warp, n, c)
+    c, n, warp, rest = run % 4, run // 4 % 8, run // 32 % WARPS, run // (32 * WARPS)
+    chunk, eight = rest % CHUNKS, rest // CHUNKS
+    t = start + warp * KEYS + eight * 8 + n
+    k = _load_runs(ptr, t, end, stride_t, COLUMN + (chunk * 4 + c) * RUN, RUN, COLUMN + WIDTH > D, D)
+    k = tl.reshape(k, [KEYS // 8, CHUNKS, WARPS, 8, 4, RUN // 2, 2])
+    return tl.reshape(tl.permute(k, (2, 0, 3, 1, 5, 4, 6)), [WARPS, KEYS, WIDTH])
+
+
+@triton.jit
+def _load_v(
+    ptr, start, end, stride_t,
+    COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, WARPS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Values [WARPS, KEYS, WIDTH] as _load_k's keys, at V's places."""
+    RUN: tl.constexpr = 8 if WIDTH >= 64 else WIDTH // 8
+    CHUNKS: tl.constexpr = WIDTH // (8 * RUN)
+    run = tl.arange(0, KEYS // 4 * CHUNKS * WARPS * 32)  # (eight, b, chunk, warp, n, c)
+    c, n, warp, rest = run % 4, run // 4 % 8, run // 32 % WARPS, run // (32 * WARPS)
+    chunk, b, eight = rest % CHUNKS, rest // CHUNKS % 2, rest // (2 * CHUNKS)
+    t = start + warp * KEYS + eight * 8 + c * 2 + b
+    v = _load_runs(ptr, t, end, stride_t, COLUMN + (chunk * 8 + n) * RUN, RUN, COLUMN + WIDTH > D, D)
+    v = tl.reshape(v, [KEYS // 8, 2, CHUNKS, WARPS, 8, 4, RUN])
+    return tl.reshape(tl.permute(v, (3, 0, 5, 1, 2, 6, 4)), [WARPS, KEYS, WIDTH])
+
+
+@triton.jit
+def _load_in_order(
+    ptr, start, end, stride_t,
+    COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, WARPS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Keys or values [WARPS, KEYS, WIDTH] from ``start`` on, every dim at its own place."""
+    t = start + tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    return _load_columns(ptr + t.to(tl.int64) * stride_t, t < end, COLUMN, WIDTH, D)
+
+
+@triton.jit
+def _load_tile(
+    k_ptr, v_ptr, start, end, stride_kt, stride_vt, D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr,
+    WARPS: tl.constexpr, KEYS: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """WARPS * KEYS positions of one head's K and V, each in two column ranges."""
+    load_k: tl.constexpr = _load_k if DIRECT else _load_in_order
+    load_v: tl.constexpr = _load_v if DIRECT else _load_in_order
+    k_lo = load_k(k_ptr, start, end, stride_kt, 0, D_LO, D, WARPS, KEYS)
+    k_hi = load_k(k_ptr, start, end, stride_kt, D_LO, D_HI, D, WARPS, KEYS) if D_HI else k_lo
+    v_lo = load_v(v_ptr, start, end, stride_vt, 0, D_LO, D, WARPS, KEYS)
+    v_hi = load_v(v_ptr, start, end, stride_vt, D_LO, D_HI, D, WARPS, KEYS) if D_HI else v_lo
+    return k_lo, k_hi, v_lo, v_hi
+
+
+@triton.jit
+def _store_first_row(ptr, x, dims, D: tl.constexpr):
+    """Store the first row of x [ROWS, N], float32, each place's value at its dim."""
+    rows = tl.arange(0, x.shape[0])[:, None]
+    tl.store(ptr + dims[None, :] + 0 * rows, x.to(ptr.dtype.element_ty), mask=(rows == 0) & (dims < D)[None, :])
 
 
 @triton.jit
@@ -357,6 +447,7 @@ def _rope_attention_kernel(
     SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     WARPS: tl.constexpr,
+    DIRECT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program = (query head, split): RoPE, attention over its share of the past, and the new token in the last.
@@ -382,34 +473,43 @@ def _rope_attention_kernel(
 
     start = first + split * chunk
     end = tl.minimum(start + chunk, position)
-    offs_t = tl.arange(0, WARPS)[:, None] * (BLOCK_T // WARPS) + tl.arange(0, BLOCK_T // WARPS)[None, :]
+    KEYS: tl.constexpr = BLOCK_T // WARPS
+    offs_t = tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
     k_ptr += kv_head.to(tl.int64) * stride_kh
     v_ptr += kv_head.to(tl.int64) * stride_vh
-    k_lo, k_hi = _load_tile(k_ptr, start, end, offs_t, stride_kt, D, D_LO, D_HI)
-    v_lo, v_hi = _load_tile(v_ptr, start, end, offs_t, stride_vt, D, D_LO, D_HI)
-    offs_lo = tl.arange(0, D_LO)
-    cos_lo, sin_lo = _load_rotation(cos_ptr, sin_ptr, position, offs_lo, ROTARY)
+    k_lo, k_hi, v_lo, v_hi = _load_tile(
+        k_ptr, v_ptr, start, end, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS, DIRECT
+    )  # fmt: skip
+    k_dims_lo, v_dims_lo = _dims(0, D_LO, DIRECT)
+    cos_lo, sin_lo = _load_rotation(cos_ptr, sin_ptr, position, k_dims_lo, ROTARY)
     if D_HI:
-        offs_hi = D_LO + tl.arange(0, D_HI)
-        cos_hi, sin_hi = _load_rotation(cos_ptr, sin_ptr, position, offs_hi, ROTARY)
+        k_dims_hi, v_dims_hi = _dims(D_LO, D_HI, DIRECT)
+        cos_hi, sin_hi = _load_rotation(cos_ptr, sin_ptr, position, k_dims_hi, ROTARY)
     _wait_for_previous(PDL)
 
+    # All loads before the first store and the first sum, so that they wait for L2 together: none would pass either.
     owns_new = split == active - 1
+    q_lo, k_new_lo, v_new_lo = _load_new(
+        qkv_ptr, head, kv_head, owns_new, k_dims_lo, v_dims_lo, cos_lo, sin_lo, HQ, HKV, D, ROTARY
+    )  # fmt: skip
+    if D_HI:
+        q_hi, k_new_hi, v_new_hi = _load_new(
+            qkv_ptr, head, kv_head, owns_new, k_dims_hi, v_dims_hi, cos_hi, sin_hi, HQ, HKV, D, ROTARY
+        )  # fmt: skip
     writes = owns_new & (head % (HQ // HKV) == 0)
     k_row = k_ptr + position.to(tl.int64) * stride_kt
     v_row = v_ptr + position.to(tl.int64) * stride_vt
-    q_lo, k_new, v_new_lo = _load_new(
-        qkv_ptr, k_row, v_row, head, kv_head, owns_new, writes, offs_lo, cos_lo, sin_lo, HQ, HKV, D, ROTARY
-    )  # fmt: skip
-    new_score = tl.sum(q_lo * k_new.to(tl.float32), axis=0)
+    tl.store(k_row + k_dims_lo, k_new_lo, mask=writes & (k_dims_lo < D))
+    tl.store(v_row + v_dims_lo, v_new_lo, mask=writes & (v_dims_lo < D))
+    if D_HI:
+        tl.store(k_row + k_dims_hi, k_new_hi, mask=writes & (k_dims_hi < D))
+        tl.store(v_row + v_dims_hi, v_new_hi, mask=writes & (v_dims_hi < D))
+    new_score = tl.sum(q_lo * k_new_lo.to(tl.float32), axis=0)
     q_rows_lo = tl.broadcast_to(q_lo.to(k_lo.dtype)[None, None, :], [WARPS, 16, D_LO])
     acc_lo = tl.zeros([WARPS, 16, D_LO], tl.float32)
     acc_hi = acc_lo
     if D_HI:
-        q_hi, k_new, v_new_hi = _load_new(
-            qkv_ptr, k_row, v_row, head, kv_head, owns_new, writes, offs_hi, cos_hi, sin_hi, HQ, HKV, D, ROTARY
-        )  # fmt: skip
-        new_score += tl.sum(q_hi * k_new.to(tl.float32), axis=0)
+        new_score += tl.sum(q_hi * k_new_hi.to(tl.float32), axis=0)
         q_rows_hi = tl.broadcast_to(q_hi.to(k_lo.dtype)[None, None, :], [WARPS, 16, D_HI])
         acc_hi = tl.zeros([WARPS, 16, D_HI], tl.float32)
     scale_log2e = scale * LOG2_E
@@ -433,8 +533,9 @@ def _rope_attention_kernel(
         warp_max = new_max
         # Only now: loads any earlier need a second set of registers, that is, fewer programs per multiprocessor.
         if tile + BLOCK_T < end:
-            k_lo, k_hi = _load_tile(k_ptr, tile + BLOCK_T, end, offs_t, stride_kt, D, D_LO, D_HI)
-            v_lo, v_hi = _load_tile(v_ptr, tile + BLOCK_T, end, offs_t, stride_vt, D, D_LO, D_HI)
+            k_lo, k_hi, v_lo, v_hi = _load_tile(
+                k_ptr, v_ptr, tile + BLOCK_T, end, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS, DIRECT
+            )  # fmt: skip
 
     # Eight of the equal rows leave the loop, which moves nothing between threads; the first is stored.
     ROWS: tl.constexpr = 8
@@ -449,18 +550,16 @@ def _rope_attention_kernel(
     if D_HI:
         acc_hi = _sum_accumulators(acc_hi, rescale, ROWS) + new_weight[:, None] * v_new_hi.to(tl.float32)[None, :]
 
-    rows = tl.arange(0, ROWS)
     if active == 1:
-        out_rows = out_ptr + head * D + 0 * rows
-        _store_columns(out_rows, rows == 0, acc_lo / running_sum[:, None], 0, D_LO, D)
+        _store_first_row(out_ptr + head * D, acc_lo / running_sum[:, None], v_dims_lo, D)
         if D_HI:
-            _store_columns(out_rows, rows == 0, acc_hi / running_sum[:, None], D_LO, D_HI, D)
+            _store_first_row(out_ptr + head * D, acc_hi / running_sum[:, None], v_dims_hi, D)
         return
     row = head * SPLITS + split
-    partial_rows = partial_ptr + row * D_PAD + 0 * rows
-    _store_columns(partial_rows, rows == 0, acc_lo, 0, D_LO, D)
+    _store_first_row(partial_ptr + row * D_PAD, acc_lo, v_dims_lo, D)
     if D_HI:
-        _store_columns(partial_rows, rows == 0, acc_hi, D_LO, D_HI, D)
+        _store_first_row(partial_ptr + row * D_PAD, acc_hi, v_dims_hi, D)
+    rows = tl.arange(0, ROWS)
     tl.store(state_ptr + row * 2 + 0 * rows, running_max, mask=rows == 0)
     tl.store(state_ptr + row * 2 + 1 + 0 * rows, running_sum, mask=rows == 0)
     # The atomic is issued by one thread: without the barrier it would not order the other threads' stores.

@@ -142,7 +142,7 @@ def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, te
     Four warps per multiprocessor for a short cache, eight for a long one, with 16 and 32 keys for each, or as many as
     their registers hold. tensor_cores: whether the GPU has them for 16 bits. With and without PDL alike, so that both
     give the same bits. Microseconds per token of Phi-3-mini in float16 (one H200, 2026-11), all else equal, (splits,
-    block_t, warps):
+    block_t, warps). The choice among all, K and V still passing through shared memory:
 
     - Context 128: (2, 128, 8) 1871, (2, 128, 4) 1876, (4, 128, 8) 1877, (4, 64, 2) 1885, (8, 32, 2) 1895, (4, 64, 4)
       1900; (1, 256, 8), too large to start beside the programs before it, 2174. Without PDL: (8, 32, 2) 2115 to 2123,
@@ -150,6 +150,10 @@ def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, te
     - Context 512: (8, 128, 4) 1925, (16, 64, 2) 1933, (16, 64, 4) 1950, (4, 128, 8) 1966, (8, 64, 4) 1998. 2048:
       (8, 128, 4) 2134, (16, 64, 2) 2148, (16, 128, 4) 2180, (4, 128, 8) 2225, (8, 128, 8) 2367. Without PDL:
       (16, 64, 2) 2184 and 2372, (8, 128, 4) 2194 and 2409.
+
+    On another day, before and since they take the direct way: (2, 128, 8) at 128 1910 and 1878, in a cache of 384 1910
+    and 1877 ((4, 128, 8) there 1925 and 1881; (4, 128, 4) 1910 before); (8, 128, 4) at 512 1955 and 1943, at 2048 2125
+    and 2094 ((8, 128, 8) since: 2075 and 2284).
     """
     short = max_seq_len <= SHORT_CACHE
     # Elements of K per thread; a tile of V is as large.
@@ -290,12 +294,15 @@ def rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, 
     if qkv.dtype == torch.float32 and d_lo > 64 and d_hi == 0:
         # A score in float32 is one chain of additions over the dims; two of half the length are the more accurate.
         d_lo = d_hi = d_lo // 2
+    warps = min(config.num_warps, config.block_t // 16)
+    # K and V go to the tensor cores directly where there are some, and a warp for each set of keys.
+    direct = qkv.element_size() == 2 and device_info(qkv.device).capability >= (8, 0) and warps == config.num_warps
     _rope_attention_kernel[(Hq, config.splits)](
         qkv, cos, sin, lengths, k_cache, v_cache, out, workspace.partial, workspace.state, workspace.arrived,
         T_max if window is None else window, D**-0.5 if scale is None else scale,
         k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         HQ=Hq, HKV=Hkv, D=D, D_PAD=triton.next_power_of_2(D), D_LO=d_lo, D_HI=d_hi, ROTARY=2 * half,
-        SPLITS=config.splits, BLOCK_T=config.block_t, WARPS=min(config.num_warps, config.block_t // 16), PDL=pdl,
+        SPLITS=config.splits, BLOCK_T=config.block_t, WARPS=warps, DIRECT=direct, PDL=pdl,
         **launch_options(pdl, num_warps=config.num_warps, num_stages=1),
     )  # fmt: skip
     return out
