@@ -102,7 +102,8 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=Fa
     - QKV: (2, 1024, 4) on 7 programs per multiprocessor 1931, two tiles each 1942, (2, 1024, 4) without loop 1951,
       (4, 1024, 4) without 1955. Gate and up: (1, 1024, 4) on 7 per multiprocessor 1916, two tiles each 1924. Head:
       (2, 1024, 4) on 7 per multiprocessor 1922, without loop 1923. All three: 96 bytes of weights per thread.
-    - O, too small to loop over: (4, 1024, 4) 1922, (8, 1024, 8) 1927; looping 1982.
+    - O, too small to loop over: (4, 1024, 4) 1922, (8, 1024, 8) 1927; looping 1982. Later (8, 1024, 4) with
+      PDL, 1 less than (4, 1024, 4) at context 128, 4 less at 512.
     - Down, long rows: (4, 4096, 16) 1927, (4, 2048, 8) 1934, (2, 2048, 8) 1955; looping 1941.
 
     Then with look_ahead, programs that fetch their second tile: QKV none 1922, 264 1889, 528 1886, all 1919; gate and
@@ -116,7 +117,7 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=Fa
     long_rows = row_bytes >= 128 * 128
     small = not gated and n * row_bytes <= 20 << 20
     num_warps = 16 if long_rows else 4
-    thread_bytes = (128 if pdl else 64) if long_rows else 192 if small else 96
+    thread_bytes = (128 if pdl else 64) if long_rows else (384 if pdl else 192) if small else 96
     rows = _pow2_floor(max(1, num_warps * 32 * thread_bytes // row_bytes))
     rows = min(rows, 32, triton.next_power_of_2(n))
     block_k = min(triton.next_power_of_2(k), num_warps * 256 * 2 // itemsize)

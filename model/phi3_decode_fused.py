@@ -109,7 +109,8 @@ class FusedDecoder(CapturedDecoder):
         Of gate/up and down what their first programs do not load by themselves anyway. Microseconds per token of
         Phi-3-mini in float16 at context 128 (H200, 2026-11): gate/up by O none 1898, 2 MiB 1889, 3 MiB 1888, 5 MiB
         1891, 4 MiB that the first programs load too 1895; down by gate/up none 1899, 2 MiB 1892, 4 MiB 1889, 6 MiB
-        1897; the next layer's QKV by down none 1887, 2 MiB 1883.
+        1897 (3 MiB the same as 4, and 2 to 5 less at contexts 512 and 2048); the next layer's QKV by down none 1887,
+        2 MiB 1883.
         """
         if not self.pdl:
             return dict.fromkeys(("gate_up", "down", "qkv"))
@@ -125,7 +126,7 @@ class FusedDecoder(CapturedDecoder):
 
         return {
             "gate_up": Prefetch(gate_up, 3 << 20, parts=2, skip=first_wave_bytes(gate_up, 2), early=True),
-            "down": Prefetch(down, 4 << 20, skip=first_wave_bytes(down, 1)),
+            "down": Prefetch(down, 3 << 20, skip=first_wave_bytes(down, 1)),
             "qkv": Prefetch(layers[index + 1].self_attn.qkv_proj.weight, 2 << 20) if index + 1 < len(layers) else None,
         }
 
