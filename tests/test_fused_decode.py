@@ -133,7 +133,7 @@ ATTENTION_CASES = {
     "warps-without-a-key": (4, 4, 16, 17, None, None, (2, 128, 8)),
     "32-keys-per-warp": (2, 2, 16, 63, None, None, (1, 64, 2)),
     "all-splits": (2, 2, 16, 64, None, None, (4, 16, 4)),
-    "two-tiles-per-split": (2, 1, 16, 101, None, None, (4, 16, 1)),
+    "two-tiles-per-split": (2, 1, 16, 101, None, None, (2, 32, 2)),
     "one-split-many-tiles": (2, 2, 16, 70, None, None, (1, 16, 4)),
     "head-64": (1, 1, 64, 50, None, None, (2, 32, 2)),
     "head-80": (2, 1, 80, 37, None, 32, (4, 32, 8)),
@@ -365,12 +365,12 @@ def test_look_ahead_stays_within_the_weight(n, k, gated):
     assert MatvecConfig(4, 4096, 16, 768).first_wave_rows(132) == 4 * 264
 
 
-def test_look_ahead_takes_only_weights_on_16_bytes(monkeypatch):
+def test_look_ahead_takes_only_weights_on_16_bytes(monkeypatch, device):
     """The instruction takes no other address: where the weight is a view that starts elsewhere there is no hint."""
     launched = {}
     kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *args, **options: launched.update(options)})
     monkeypatch.setattr(fused_decode_wrapper, "_matvec_kernel", kernel())
-    storage, x = torch.zeros(16 * 64 + 8, dtype=torch.float16), torch.zeros(64, dtype=torch.float16)
+    storage, x = (torch.zeros(n, dtype=torch.float16, device=device) for n in (16 * 64 + 8, 64))
     for offset, hint in ((0, True), (8, True), (1, False)):
         weight = storage[offset : offset + 16 * 64].view(16, 64)
         matvec(x, weight, torch.empty_like(x[:16]), pdl=True, config=MatvecConfig(1, 64, 1, 8, look_ahead=4))
