@@ -60,6 +60,8 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         32 heads of 96, 64, 4, 4                                                              99.1/100.2 378.7/374.3
         32 over 8 heads of 128, 64, 4, 3                                10.2/10.1  17.1/17.6  40.4/40.9  128.1/129.6
 
+    With the present merge 32 keys in turn took 104.3 at 32768 positions, where 64 keys in runs had taken 102.1.
+
     At 32 heads of 96 and 2048 positions it is 11.1 without PDL, and 15.2 where the next launch is asked to come early.
     """
     # A program's rows are its accumulator, which must not spill: an MQA model with many heads takes several programs.
@@ -71,7 +73,7 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     short = max_len <= 256
     if tensor_cores:
         # Small programs start soonest; large ones keep more bytes on their way from memory.
-        keys = 64 if short or keys_per_sm > (8192 if group_size == 1 else 64) else 32
+        keys = 64 if short or keys_per_sm > (2048 if group_size == 1 else 64) else 32
         # A warp has 16 keys, and q and the accumulator as a whole. Where those are large four warps share them.
         wide = max(16, triton.next_power_of_2(rows)) * head_dim > 2048
         keys = min(keys // 2 if wide else keys, block_t)
