@@ -290,7 +290,7 @@ def environment():
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
-        "platform": platform.platform(terse=True),
+        "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "commit": _commit(),
     }
     if torch.cuda.is_available():
