@@ -83,10 +83,10 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         # of 8 warps are enough at head_dim 128, not at 256.
         keys = min(max(16, triton.next_power_of_2(2048 // head_dim + 1) // 2), 64, block_t)
         num_warps = 8
-    # Triton keeps num_stages - 1 tiles of K and of V in shared memory.
-    tiles = device.shared_memory // (programs_per_sm * 2 * keys * head_dim * dtype_bytes)
+    # Triton keeps num_stages - 1 tiles of K and of V in shared memory, and one more without tensor cores.
+    tiles = device.shared_memory // (programs_per_sm * 2 * keys * sum(split_head_dim(head_dim)) * dtype_bytes)
     most_stages = 2 if device.capability < (8, 0) else 3 if short or (keys == 64 and group_size > 1) else 4
-    num_stages = max(2, min(most_stages, tiles + 1))
+    num_stages = max(2, min(most_stages, tiles + 1 if tensor_cores else tiles))
     min_tiles = 256 // keys if short else 2
     interleaved = 256 < keys_per_sm // programs_per_sm <= 8192
     pdl = pdl_supported(device)

@@ -462,6 +462,9 @@ def test_launch_choices():
                         )
                         assert 1 <= choice.rows <= min(32, group_size) and choice.block_t in (16, 32, 64)
                         assert choice.num_warps in (1, 2, 4, 8) and 2 <= choice.num_stages <= 4
+                        tile_bytes = 2 * choice.block_t * sum(split_head_dim(head_dim)) * dtype_bytes
+                        if dtype_bytes == 4:
+                            assert choice.num_stages * tile_bytes <= device.shared_memory
     assert launch_choice(32, 1, 96, 131072, block_t=16).block_t == 16
     assert launch_choice(1, 71, 64, 512).rows == 24
 
@@ -545,10 +548,11 @@ for Hq, Hkv, D, dtype, limit in (
     (8, 8, 256, torch.float16, 0),
     (71, 1, 64, torch.float16, 32),
     (32, 32, 96, torch.float32, 32),
+    (16, 8, 256, torch.float32, 256),
 ):
     if D == 256 and capability < (8, 0):
         continue
-    for T_max in (64, 65536) if capability >= (8, 0) and dtype == torch.float16 else (64,):
+    for T_max in (64, 65536) if capability >= (8, 0) and (dtype == torch.float16 or D == 256) else (64,):
         q, cache = torch.empty(1, Hq, D, dtype=dtype), torch.empty(1, Hkv, 1, D, dtype=dtype).expand(-1, -1, T_max, -1)
         queries, caches = q.expand(2, -1, -1), cache.expand(2, -1, -1, -1)
         with compile_only(capability) as equal:
