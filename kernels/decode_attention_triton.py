@@ -52,6 +52,12 @@ def _accumulate(acc, rescale, weights, v):
 
 
 @triton.jit
+def _in_units(stride, UNIT: tl.constexpr):
+    """The stride, which is a multiple of UNIT, so that the compiler sees it."""
+    return stride // UNIT * UNIT if UNIT > 1 else stride
+
+
+@triton.jit
 def _visible_range(length, T_max, window):
     """[first, end): the positions that a query sees. A length that came from the device is clamped to the cache."""
     end = tl.minimum(tl.maximum(length, 0), T_max)
@@ -80,6 +86,7 @@ def _decode_attention_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PER_SEQUENCE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program = (sequence, KV head, block of BLOCK_H of its query heads); one pass over the visible keys.
@@ -87,6 +94,9 @@ def _decode_attention_kernel(
     Grid: (ceil(G / BLOCK_H), Hkv, B). The query heads of one KV head share each K and V tile as the rows of a matrix
     product; rows past the group are masked, columns past D are zeros that add nothing to a dot product.
     """
+    stride_kb, stride_vb = _in_units(stride_kb, STRIDE_UNIT), _in_units(stride_vb, STRIDE_UNIT)
+    stride_kh, stride_vh = _in_units(stride_kh, STRIDE_UNIT), _in_units(stride_vh, STRIDE_UNIT)
+    stride_kt, stride_vt = _in_units(stride_kt, STRIDE_UNIT), _in_units(stride_vt, STRIDE_UNIT)
     # int64 before any product with a stride: a large cache has more than 2^31 elements.
     batch = tl.program_id(2).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -447,6 +457,7 @@ def _decode_attention_split_kernel(
     INTERLEAVED: tl.constexpr,
     B_PAD: tl.constexpr,
     PER_SEQUENCE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -464,6 +475,9 @@ def _decode_attention_split_kernel(
     GROUP: tl.constexpr = Hq // Hkv
     HEAD_BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     ITEMS: tl.constexpr = Hkv * HEAD_BLOCKS  # per sequence
+    stride_kb, stride_vb = _in_units(stride_kb, STRIDE_UNIT), _in_units(stride_vb, STRIDE_UNIT)
+    stride_kh, stride_vh = _in_units(stride_kh, STRIDE_UNIT), _in_units(stride_vh, STRIDE_UNIT)
+    stride_kt, stride_vt = _in_units(stride_kt, STRIDE_UNIT), _in_units(stride_vt, STRIDE_UNIT)
 
     # The next launch is not asked to come early: its programs would take the places that come free first, several on
     # one multiprocessor and none on another, and be slower by up to a third than by themselves.

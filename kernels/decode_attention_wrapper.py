@@ -10,7 +10,7 @@ import triton
 import config
 from kernels import INTERPRETED
 from kernels.decode_attention_triton import _decode_attention_kernel, _decode_attention_split_kernel
-from kernels.device import TRITON_VERSION, check_launchable, device_info, launch_options, pdl_supported
+from kernels.device import TRITON_VERSION, check_launchable, device_info, launch_options, pdl_supported, stride_unit
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NO_WINDOW = 2**31 - 1
@@ -83,10 +83,10 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         # of 8 warps are enough at head_dim 128, not at 256.
         keys = min(max(16, triton.next_power_of_2(2048 // head_dim + 1) // 2), 64, block_t)
         num_warps = 8
-    # Triton keeps num_stages - 1 tiles of K and of V in shared memory.
-    tiles = device.shared_memory // (programs_per_sm * 2 * keys * head_dim * dtype_bytes)
+    # Triton keeps num_stages - 1 tiles of K and of V in shared memory, and one more without tensor cores.
+    tiles = device.shared_memory // (programs_per_sm * 2 * keys * sum(split_head_dim(head_dim)) * dtype_bytes)
     most_stages = 2 if device.capability < (8, 0) else 3 if short or (keys == 64 and group_size > 1) else 4
-    num_stages = max(2, min(most_stages, tiles + 1))
+    num_stages = max(2, min(most_stages, tiles + 1 if tensor_cores else tiles))
     min_tiles = 256 // keys if short else 2
     interleaved = 256 < keys_per_sm // programs_per_sm <= 8192
     pdl = pdl_supported(device)
@@ -258,12 +258,14 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
         num_programs = 0 if single else choose_num_programs(choice, B, Hkv, Hq // Hkv, T_max, device.sm_count)
     scale_log2e = (D**-0.5 if scale is None else scale) * math.log2(math.e)
     strides = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2])
+    unit = stride_unit(*strides[2:8])
     with torch.cuda.device_of(q):
         if num_programs == 0:
             grid, options = _single_pass_options(choice, B, Hq, Hkv, D, per_sequence)
             _decode_attention_kernel[grid](
-                q, k_cache, v_cache, out, lse, cache_len, T_max, window, scale_log2e, *strides, **options
-            )
+                q, k_cache, v_cache, out, lse, cache_len, T_max, window, scale_log2e, *strides,
+                STRIDE_UNIT=unit, **options,
+            )  # fmt: skip
         else:
             wide_offsets = max(k_cache.stride(2), v_cache.stride(2)) * choice.block_t >= 2**31
             grid, slot_rows, items, options = _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence)
@@ -271,7 +273,8 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
             stats, partial = workspace.partial, workspace.partial[2 * slot_rows :]
             _decode_attention_split_kernel[grid](
                 q, k_cache, v_cache, out, lse, partial, stats, workspace.arrived,
-                cache_len, B, T_max, window, scale_log2e, *strides, WIDE_OFFSETS=wide_offsets, **options,
+                cache_len, B, T_max, window, scale_log2e, *strides,
+                STRIDE_UNIT=unit, WIDE_OFFSETS=wide_offsets, **options,
             )  # fmt: skip
     return out
 

@@ -65,6 +65,18 @@ def pdl_supported(device):
     return TRITON_HAS_PDL and not INTERPRETED and device.capability >= (9, 0)
 
 
+def stride_unit(*strides):
+    """8 where all strides are multiples of 8 and Triton does not see it, else 1.
+
+    Triton looks for multiples of 16 among integer arguments. Rows of 72 or 200 elements begin on 16 bytes as well, but
+    are then loaded one element at a time, which no copy to shared memory can do and no register file can hold.
+    """
+    bits = 0
+    for stride in strides:
+        bits |= stride
+    return 8 if bits % 16 == 8 else 1
+
+
 def launch_options(pdl, **options):
     """Keyword arguments of a kernel launch without those that are None; Triton before 3.6 does not know launch_pdl."""
     options["launch_pdl"] = pdl or None

@@ -30,6 +30,7 @@ from kernels.decode_attention_triton import (
     _accumulate,
     _dot,
     _first_rows,
+    _in_units,
     _load_columns,
     _over_warps,
     _sum_accumulators,
@@ -448,6 +449,7 @@ def _rope_attention_kernel(
     BLOCK_T: tl.constexpr,
     WARPS: tl.constexpr,
     DIRECT: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program = (query head, split): RoPE, attention over its share of the past, and the new token in the last.
@@ -461,6 +463,8 @@ def _rope_attention_kernel(
     them and for its reasons: warps meet once, at the end. The query is one row of a product's 16, the others repeat it.
     """
     _launch_next(PDL)
+    stride_kh, stride_kt = _in_units(stride_kh, STRIDE_UNIT), _in_units(stride_kt, STRIDE_UNIT)
+    stride_vh, stride_vt = _in_units(stride_vh, STRIDE_UNIT), _in_units(stride_vt, STRIDE_UNIT)
     head = tl.program_id(0)
     split = tl.program_id(1)
     kv_head = head // (HQ // HKV)

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from kernels.decode_attention_wrapper import split_head_dim
-from kernels.device import check_launchable, device_info, launch_options
+from kernels.device import check_launchable, device_info, launch_options, stride_unit
 from kernels.fused_decode_triton import EMPTY_KEY, _embed_kernel, _matvec_kernel, _rope_attention_kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -298,12 +298,14 @@ def rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, 
     warps = min(config.num_warps, config.block_t // 16)
     # K and V go to the tensor cores directly where there are some, and a warp for each set of keys.
     direct = qkv.element_size() == 2 and device_info(qkv.device).capability >= (8, 0) and warps == config.num_warps
+    strides = (*k_cache.stride()[:2], *v_cache.stride()[:2])
     _rope_attention_kernel[(Hq, config.splits)](
         qkv, cos, sin, lengths, k_cache, v_cache, out, workspace.partial, workspace.state, workspace.arrived,
         T_max if window is None else window, D**-0.5 if scale is None else scale,
-        k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        *strides,
         HQ=Hq, HKV=Hkv, D=D, D_PAD=triton.next_power_of_2(D), D_LO=d_lo, D_HI=d_hi, ROTARY=2 * half,
-        SPLITS=config.splits, BLOCK_T=config.block_t, WARPS=warps, DIRECT=direct, PDL=pdl,
+        SPLITS=config.splits, BLOCK_T=config.block_t, WARPS=warps, DIRECT=direct,
+        STRIDE_UNIT=stride_unit(*strides), PDL=pdl,
         **launch_options(pdl, num_warps=config.num_warps, num_stages=1),
     )  # fmt: skip
     return out

@@ -454,7 +454,7 @@ def launch_choice(num_kv_heads, group_size, head_dim, max_len, *, batch=1, dtype
 def test_launch_choices():
     for device in (H200, NO_GPU, DeviceInfo((7, 5), 40, 65536)):
         for group_size in (1, 3, 4, 24, 32, 71, 128):
-            for head_dim in (16, 96, 128, 256):
+            for head_dim in (16, 96, 128, 200, 256):
                 for dtype_bytes in (2, 4):
                     for max_len in (1, 100_000):
                         choice = launch_choice(
@@ -462,6 +462,9 @@ def test_launch_choices():
                         )
                         assert 1 <= choice.rows <= min(32, group_size) and choice.block_t in (16, 32, 64)
                         assert choice.num_warps in (1, 2, 4, 8) and 2 <= choice.num_stages <= 4
+                        tile_bytes = 2 * choice.block_t * sum(split_head_dim(head_dim)) * dtype_bytes
+                        if dtype_bytes == 4:
+                            assert choice.num_stages * tile_bytes <= device.shared_memory
     assert launch_choice(32, 1, 96, 131072, block_t=16).block_t == 16
     assert launch_choice(1, 71, 64, 512).rows == 24
 
@@ -543,12 +546,14 @@ for Hq, Hkv, D, dtype, limit in (
     (32, 8, 128, torch.float16, 0),
     (16, 4, 256, torch.float16, 0),
     (8, 8, 256, torch.float16, 0),
+    (8, 8, 200, torch.float16, 0),
     (71, 1, 64, torch.float16, 32),
     (32, 32, 96, torch.float32, 32),
+    (16, 8, 256, torch.float32, 256),
 ):
-    if D == 256 and capability < (8, 0):
+    if D >= 200 and capability < (8, 0):
         continue
-    for T_max in (64, 65536) if capability >= (8, 0) and dtype == torch.float16 else (64,):
+    for T_max in (64, 65536) if capability >= (8, 0) and (dtype == torch.float16 or D == 256) else (64,):
         q, cache = torch.empty(1, Hq, D, dtype=dtype), torch.empty(1, Hkv, 1, D, dtype=dtype).expand(-1, -1, T_max, -1)
         queries, caches = q.expand(2, -1, -1), cache.expand(2, -1, -1, -1)
         with compile_only(capability) as equal:

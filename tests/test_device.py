@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from kernels.device import stride_unit
 from tests.conftest import ROOT
 
 OLDER_TRITON = """
@@ -48,3 +49,12 @@ def test_kernels_keep_to_what_older_compilers_read(path):
     for node in (node for kernel in kernels for node in ast.walk(kernel)):
         assert not (isinstance(node, ast.BoolOp) and len(node.values) > 2), ast.unparse(node)
         assert not (isinstance(node, ast.Attribute) and node.attr.startswith("gdc_")), ast.unparse(node)
+
+
+def test_stride_unit():
+    """8 only where it says more than Triton sees by itself: multiples of 16 need no word, odd strides take none."""
+    assert stride_unit(72, 7200, 0) == 8
+    assert stride_unit(96, 200) == 8
+    assert stride_unit(96, 9600, 0) == 1
+    assert stride_unit(72, 100) == 1
+    assert stride_unit(73, 7300) == 1

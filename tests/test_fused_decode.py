@@ -395,7 +395,9 @@ with compile_only(capability) as compiled:
     choice = greedy_choice(e(1, dtype=torch.int64), e(4096, dtype=torch.int64), e(1, dtype=torch.int32))
     matvec(e(3072), e(32064, 3072), e(32064), gain=e(3072), eps=1e-5, pdl=pdl, choice=choice)
     for length in (256, 4096):
-        for heads, D, dtype in ((32, 96, torch.float16), (32, 96, torch.float32), (8, 256, torch.bfloat16)):
+        for heads, D, dtype in (
+            (32, 96, torch.float16), (32, 96, torch.float32), (8, 256, torch.bfloat16), (8, 200, torch.float16)
+        ):
             workspace = attention_workspace(heads, D, length, dtype, torch.device("cpu"))
             qkv, out, cache = e(3 * heads * D, dtype=dtype), e(heads * D, dtype=dtype), e(heads, length, D, dtype=dtype)
             table = e(length, D // 2, dtype=torch.float32)
@@ -424,10 +426,10 @@ def test_code_generation(capability):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-2000:]
     kernels = re.findall(r"KERNEL (\w+) (\d+) (\S+) (\w+) (\d+) (\d+)", result.stdout)
-    assert len(kernels) == 11
+    assert len(kernels) == 13
     attention = [kernel for kernel in kernels if kernel[0] == "_rope_attention_kernel"]
-    assert [kernel[4] for kernel in attention] == ["0"] * 6
-    assert [kernel[5] for kernel in attention[::3]] == [str(16 * 96 * 2)] * 2
+    assert [kernel[4] for kernel in attention] == ["0"] * 8
+    assert [kernel[5] for kernel in attention[::4]] == [str(16 * 96 * 2)] * 2
     for name, spill_bytes, loads, wide, _, _ in kernels:
         assert int(spill_bytes) == 0, f"{name} spills {spill_bytes} bytes per thread"
         assert ("W" in loads) == (capability == "9.0"), f"{name}: {loads}"
