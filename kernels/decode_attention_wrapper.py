@@ -66,7 +66,7 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     """
     # A program's rows are its accumulator, which must not spill: an MQA model with many heads takes several programs.
     tensor_cores = dtype_bytes == 2 and device.capability >= (8, 0)
-    rows = triton.cdiv(group_size, triton.cdiv(group_size, 32 if tensor_cores else 16))
+    rows = triton.cdiv(group_size, triton.cdiv(group_size, 32 if tensor_cores and head_dim <= 128 else 16))
     programs_per_sm = 2 if group_size == 1 else 1
     keys_per_sm = batch * num_kv_heads * max_len // device.sm_count
     # So few keys are walked sooner than results of splits are merged.

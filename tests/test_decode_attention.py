@@ -547,6 +547,7 @@ for Hq, Hkv, D, dtype, limit in (
     (16, 4, 256, torch.float16, 0),
     (8, 8, 256, torch.float16, 0),
     (8, 8, 200, torch.float16, 0),
+    (33, 1, 256, torch.float16, 0),
     (71, 1, 64, torch.float16, 32),
     (32, 32, 96, torch.float32, 32),
     (16, 8, 256, torch.float32, 256),
