@@ -288,6 +288,7 @@ def rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, 
                 f"{name} must be {qkv.dtype} {list(k_cache.shape)} with dense rows, "
                 f"got {cache.dtype} {list(cache.shape)}, strides {cache.stride()}"
             )
+    check_launchable(qkv=qkv, k_cache=k_cache, v_cache=v_cache, workspace=workspace.partial)
     config = workspace.config
     if tuple(workspace.partial.shape) != (Hq, config.splits, triton.next_power_of_2(D)):
         raise ValueError(f"workspace was made for other sizes than {Hq} heads of head_dim {D}")
