@@ -37,7 +37,7 @@ from model.decode_attention_ref import decode_attention_ref
 # How a script took its times, as its result file and the README say it.
 COLD_GRAPHS = "CUDA-graph replays over input sets beyond the L2 (cold), median"
 WARM_EVENTS = "CUDA events around each call, warm caches, median"
-HOST_CLOCK = "host clock, every token handed to the host, median of alternating or repeated runs"
+HOST_CLOCK = "host clock, every token handed to the host, median of alternating or repeated runs, the first apart"
 
 # Version of the result file's layout; readers refuse any other.
 SCHEMA = 1
@@ -125,17 +125,6 @@ def measure(contenders, clock, *, warmup, samples, now=time.perf_counter):
             pending[name].append(clock.record(function))
     clock.synchronize()
     return {name: Timing([read() for read in reads], first_call_ms[name]) for name, reads in pending.items()}
-
-
-def settle(function, seconds=3.0, now=time.perf_counter):
-    """Call ``function()`` for that long before anything is timed.
-
-    A host that was idle can launch at half its speed at first: on one machine Hugging Face's step took 58 to 80 ms in
-    the first seconds of launching and 28 to 32 from then on.
-    """
-    end = now() + seconds
-    while now() < end:
-        function()
 
 
 def capture(functions):
