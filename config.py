@@ -47,11 +47,11 @@ BLOCK_T = 64
 
 # --- Measuring -------------------------------------------------------------------------------------------------------
 
-# Calls before the clock starts: compilation, cache warm-up, clock ramp.
-WARMUP = 10
-
-# Timed samples; the median is reported and all of them are kept in the result file.
-ITERATIONS = 50
+# Step 4 (benchmarks/compare_decode_latency.py) and benchmarks/decode_vs_eager.py: calls before the clock starts, and
+# timed samples (--samples), of which the median is reported and all are kept in the result file. The other scripts have
+# numbers of their own: --samples, --rounds, --runs.
+WARMUP = 3
+ITERATIONS = 20
 
 # Where scripts write results/<gpu>/<script>.json (absolute, or relative to this file).
 RESULTS_DIR = "results"

@@ -136,7 +136,7 @@ def capture(functions):
     return graph.replay
 
 
-def measure_cold(contenders, *, warmup=3, samples=20):
+def measure_cold(contenders, *, warmup, samples):
     """Time contenders, each a list of functions that do the same work on another input set, as CUDA-graph replays.
 
     -> name -> Timing of one launch, or, where a contender does not run, the exception that says why.
