@@ -32,7 +32,8 @@ MAX_SEQ_LEN = 512
 
 PROMPT = "Explain in simple words why the sky is blue."
 
-# Tokens to generate. Without a GPU the scripts make fewer unless --new-tokens says otherwise.
+# Tokens to generate. Without a GPU step 3 makes at most 32, and says so, unless --new-tokens or PHI_TRITON_NEW_TOKENS
+# asks for more.
 NEW_TOKENS = 256
 
 # Seed of random weights, random inputs and sampling.
