@@ -15,10 +15,6 @@ class UsageError(Exception):
     """Bad input or configuration: printed as one line, exit code 2."""
 
 
-class Lowered(int):
-    """A default that is smaller than config.py's value because there is no GPU (``parser``); a flag is a plain int."""
-
-
 def parser(doc, *settings, without_gpu=None):
     """An ArgumentParser with the first paragraph of ``doc`` and a flag for each named setting of config.py.
 
@@ -41,6 +37,10 @@ def parser(doc, *settings, without_gpu=None):
             help=f"config.{name}",
         )
     return result
+
+
+class Lowered(int):
+    """A default that is smaller than config.py's value because there is no GPU (``parser``); a flag is a plain int."""
 
 
 def _setting_type(name):
