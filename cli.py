@@ -20,22 +20,27 @@ def parser(doc, *settings, without_gpu=None):
 
     settings: names in config.py; MAX_SEQ_LEN becomes ``--max-seq-len`` whose default is config's value.
     without_gpu: {name: limit}, smaller defaults where kernels are interpreted; flags and environment variables win.
+    ``report_lowered`` says so once the header is printed.
     """
     result = argparse.ArgumentParser(
         description=doc.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     for name in settings:
-        default = getattr(config, name)
+        default = value = getattr(config, name)
         if name in (without_gpu or {}) and not torch.cuda.is_available() and f"PHI_TRITON_{name}" not in os.environ:
-            default = min(default, without_gpu[name])
+            default = value if value <= without_gpu[name] else Lowered(without_gpu[name])
         result.add_argument(
             "--" + name.lower().replace("_", "-"),
             type=_setting_type(name),
             default=default,
-            metavar=type(default).__name__.upper(),
+            metavar=type(value).__name__.upper(),
             help=f"config.{name}",
         )
     return result
+
+
+class Lowered(int):
+    """A default that is smaller than config.py's value because there is no GPU (``parser``); a flag is a plain int."""
 
 
 def _setting_type(name):
@@ -112,6 +117,17 @@ def header(step, what):
     if INTERPRETED:
         print("No CUDA device: kernels run in Triton's interpreter. It shows that they are right; times mean nothing.")
     print()
+
+
+def report_lowered(args):
+    """Name the values of config.py that ``parser`` lowered and nobody set: one line each, none where there are none."""
+    for flag, value in vars(args).items():
+        if isinstance(value, Lowered):
+            name = flag.upper()
+            print(
+                f"{name} is {value} here, not config.py's {getattr(config, name)}, because there is no GPU: "
+                f"--{flag.replace('_', '-')} or PHI_TRITON_{name} sets it.\n"
+            )
 
 
 def table(columns, rows):

@@ -32,7 +32,8 @@ MAX_SEQ_LEN = 512
 
 PROMPT = "Explain in simple words why the sky is blue."
 
-# Tokens to generate. Without a GPU the scripts make fewer unless --new-tokens says otherwise.
+# Tokens to generate. Without a GPU step 3 makes at most 32, and says so, unless --new-tokens or PHI_TRITON_NEW_TOKENS
+# asks for more.
 NEW_TOKENS = 256
 
 # Seed of random weights, random inputs and sampling.
@@ -47,11 +48,11 @@ BLOCK_T = 64
 
 # --- Measuring -------------------------------------------------------------------------------------------------------
 
-# Calls before the clock starts: compilation, cache warm-up, clock ramp.
-WARMUP = 10
-
-# Timed samples; the median is reported and all of them are kept in the result file.
-ITERATIONS = 50
+# Step 4 (benchmarks/compare_decode_latency.py) and benchmarks/decode_vs_eager.py: calls before the clock starts, and
+# timed samples (--samples), of which the median is reported and all are kept in the result file. The other scripts have
+# numbers of their own: --samples, --rounds, --runs.
+WARMUP = 3
+ITERATIONS = 20
 
 # Where scripts write results/<gpu>/<script>.json (absolute, or relative to this file).
 RESULTS_DIR = "results"

@@ -98,6 +98,7 @@ def main():
         temperature = 1.0 if args.temperature is None else args.temperature
         sampler = make_sampler(temperature=temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     cli.header("step 3", f"generate text on the {args.path} path and compare it with Hugging Face generate")
+    cli.report_lowered(args)
     device = cli.resolve_device(args.device)
     dtype = cli.resolve_dtype(args.dtype, device)
     torch.manual_seed(args.seed)

@@ -37,7 +37,7 @@ from model.decode_attention_ref import decode_attention_ref
 # How a script took its times, as its result file and the README say it.
 COLD_GRAPHS = "CUDA-graph replays over input sets beyond the L2 (cold), median"
 WARM_EVENTS = "CUDA events around each call, warm caches, median"
-HOST_CLOCK = "host clock, every token handed to the host, median of alternating or repeated runs"
+HOST_CLOCK = "host clock, every token handed to the host, median of alternating or repeated runs, the first apart"
 
 # Version of the result file's layout; readers refuse any other.
 SCHEMA = 1
@@ -127,17 +127,6 @@ def measure(contenders, clock, *, warmup, samples, now=time.perf_counter):
     return {name: Timing([read() for read in reads], first_call_ms[name]) for name, reads in pending.items()}
 
 
-def settle(function, seconds=3.0, now=time.perf_counter):
-    """Call ``function()`` for that long before anything is timed.
-
-    A host that was idle can launch at half its speed at first: on one machine Hugging Face's step took 58 to 80 ms in
-    the first seconds of launching and 28 to 32 from then on.
-    """
-    end = now() + seconds
-    while now() < end:
-        function()
-
-
 def capture(functions):
     """One CUDA graph that runs ``functions`` in order -> its replay function."""
     graph = torch.cuda.CUDAGraph()
@@ -147,7 +136,7 @@ def capture(functions):
     return graph.replay
 
 
-def measure_cold(contenders, *, warmup=3, samples=20):
+def measure_cold(contenders, *, warmup, samples):
     """Time contenders, each a list of functions that do the same work on another input set, as CUDA-graph replays.
 
     -> name -> Timing of one launch, or, where a contender does not run, the exception that says why.

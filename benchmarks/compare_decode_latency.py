@@ -19,6 +19,7 @@ from benchmarks import common, contenders, counts
 
 # isort: split
 import cli
+import config
 from kernels.decode_attention_wrapper import decode_attention
 from model.accuracy import judge
 
@@ -96,7 +97,7 @@ def check_tiny(device, dtype):
     return all(row[-1] for row in rows)
 
 
-def measure_shape(shape, cache_len, dtype, device, bandwidth, samples, results):
+def measure_shape(shape, cache_len, dtype, device, bandwidth, args, results):
     """Check and time every contender on one shape and length; rows go to ``results`` -> name -> result row."""
     num_bytes = counts.attention_decode_bytes(
         1, shape.num_heads, shape.num_kv_heads, cache_len, shape.head_dim, dtype.itemsize
@@ -115,7 +116,7 @@ def measure_shape(shape, cache_len, dtype, device, bandwidth, samples, results):
         for name, found in checks.items()
         if found.ok
     }
-    outcomes = common.measure_cold(timed, samples=samples) | errors
+    outcomes = common.measure_cold(timed, warmup=args.warmup, samples=args.samples) | errors
     rows = {}
     for name in functions:
         case = {"shape": shape.name, "cache_len": cache_len, "contender": name}
@@ -167,12 +168,12 @@ COLUMNS = ("cache_len", "floor us", "triton us", "on device", "GB/s", "% of memo
 
 
 def main():
-    parser = cli.parser(__doc__, "DTYPE", "SEED", "RESULTS_DIR")
+    parser = cli.parser(__doc__, "DTYPE", "SEED", "WARMUP", "RESULTS_DIR")
     parser.add_argument("--lengths", type=common.number_list, default=LENGTHS, help="cache lengths, comma-separated")
     parser.add_argument(
         "--shapes", type=common.number_list, default=[0, 1, 2], help="which of the three shapes, by index"
     )
-    parser.add_argument("--samples", type=int, default=20, help="timed graph replays per row")
+    parser.add_argument("--samples", type=int, default=config.ITERATIONS, help="timed graph replays per row")
     args = parser.parse_args()
     cli.header("step 4", "Decode attention, one layer, one token: Triton against PyTorch")
     device, dtype = common.resolve(args)
@@ -190,7 +191,7 @@ def main():
         lines = []
         for cache_len in common.progress(args.lengths, shape.name):
             try:
-                rows = measure_shape(shape, cache_len, dtype, device, bandwidth, args.samples, results)
+                rows = measure_shape(shape, cache_len, dtype, device, bandwidth, args, results)
             except torch.OutOfMemoryError as error:
                 results.add_error({"shape": shape.name, "cache_len": cache_len, "contender": OURS}, error)
                 lines.append((cache_len, *["-"] * 7, common.OOM))

@@ -21,6 +21,7 @@ from benchmarks import common, contenders, counts
 
 # isort: split
 import cli
+import config
 from kernels.decode_attention_wrapper import decode_attention
 from model.accuracy import judge
 
@@ -111,7 +112,7 @@ def check_tiny(device, dtype):
     return all(row[-1] for row in rows)
 
 
-def measure_length(cache_len, dtype, device, samples, results):
+def measure_length(cache_len, dtype, device, args, results):
     """Check, then time every contender at one length; rows go to ``results`` -> name -> row."""
     num_bytes = counts.attention_decode_bytes(1, NUM_HEADS, NUM_KV_HEADS, cache_len, HEAD_DIM, dtype.itemsize)
     sets = common.input_sets(num_bytes, common.l2_bytes())
@@ -119,9 +120,9 @@ def measure_length(cache_len, dtype, device, samples, results):
     checks = check_all(steps[0])
     right = {name: CONTENDERS[name] for name, found in checks.items() if found.ok}
     graphs = {name: [functools.partial(f, step) for step in steps] for name, f in right.items()}
-    on_gpu = common.measure_cold(graphs, samples=samples)
+    on_gpu = common.measure_cold(graphs, warmup=args.warmup, samples=args.samples)
     calls = common.measure(
-        {name: fs[0] for name, fs in graphs.items()}, common.WallClock(device), warmup=3, samples=samples
+        {name: fs[0] for name, fs in graphs.items()}, common.WallClock(device), warmup=args.warmup, samples=args.samples
     )
     rows = {}
     for name, found in checks.items():
@@ -155,9 +156,9 @@ COLUMNS = ("cache_len", "contender", "GPU us", "call us", "GB/s", "memory MB", "
 
 
 def main():
-    parser = cli.parser(__doc__, "DTYPE", "SEED", "RESULTS_DIR")
+    parser = cli.parser(__doc__, "DTYPE", "SEED", "WARMUP", "RESULTS_DIR")
     parser.add_argument("--lengths", type=common.number_list, default=LENGTHS, help="cache lengths, comma-separated")
-    parser.add_argument("--samples", type=int, default=20, help="timed samples per row")
+    parser.add_argument("--samples", type=int, default=config.ITERATIONS, help="timed samples per row")
     args = parser.parse_args()
     cli.header("further step", "One decode step of one layer with its cache: Triton against plain PyTorch")
     device, dtype = common.resolve(args)
@@ -172,7 +173,7 @@ def main():
     results.numbers["bandwidth_gb_per_s"] = bandwidth
     lines, memory, gains = [], [], []
     for cache_len in common.progress(args.lengths, "decode_vs_eager"):
-        rows = measure_length(cache_len, dtype, device, args.samples, results)
+        rows = measure_length(cache_len, dtype, device, args, results)
         lines += [table_line(cache_len, name, row, rows[OURS]) for name, row in rows.items()]
         if rows[OURS]["status"] == common.PASSED:
             memory.append(rows[OURS]["peak_memory_bytes"])

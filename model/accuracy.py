@@ -37,8 +37,18 @@ class Accuracy(NamedTuple):
         )
 
 
+def bar(dtype, *, factor=1.5, computed_in=None):
+    """(factor, steps): errors in ``dtype`` may be ``factor`` times the native ones, the largest also ``steps`` of the
+    dtype's rounding steps at the largest value more. ``factor`` is raised where a comment above says so."""
+    if INTERPRETED and dtype == torch.bfloat16:
+        return factor * INTERPRETED_BFLOAT16_SLACK, 1 / 4
+    if not INTERPRETED and dtype == torch.float32 and computed_in is None:
+        return max(factor, FLOAT32_FACTOR), FLOAT32_STEPS
+    return factor, 1 / 4
+
+
 def judge(out, reference, native, *, factor=1.5, computed_in=None):
-    """Accuracy of ``out``; ok when both errors are at most ``factor`` times the native ones, and all is finite.
+    """Accuracy of ``out``; ok when both errors are at most ``bar`` times the native ones, and all is finite.
 
     reference: float64; native: the same quantity by an ordinary PyTorch program in out's dtype. A fraction of the
     dtype's rounding step is granted on top, since a native program can be exact by luck. computed_in: the dtype that
@@ -49,12 +59,7 @@ def judge(out, reference, native, *, factor=1.5, computed_in=None):
         raise ValueError(f"out, native and reference must have one shape, got {shapes}")
     out64, native64, reference = out.double(), native.double(), reference.double()
     eps = torch.finfo(computed_in or out.dtype).eps
-    if INTERPRETED and out.dtype == torch.bfloat16:
-        factor *= INTERPRETED_BFLOAT16_SLACK
-    steps = 1 / 4
-    if not INTERPRETED and out.dtype == torch.float32 and computed_in is None:
-        factor = max(factor, FLOAT32_FACTOR)
-        steps = FLOAT32_STEPS
+    factor, steps = bar(out.dtype, factor=factor, computed_in=computed_in)
     peak, norm = float(reference.abs().max()), float(reference.norm())
     max_error, native_max = (float((x - reference).abs().max()) for x in (out64, native64))
     error, native_error = (float((x - reference).norm()) for x in (out64, native64))

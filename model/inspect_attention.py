@@ -5,6 +5,8 @@ every weight and every cached key and value has to be read once per token.
 
     python model/inspect_attention.py
     python model/inspect_attention.py --model-path random:phi-3-mini-4k --bandwidth 4660
+
+Of a random preset only the shapes are made: any of them can be looked at on any machine.
 """
 
 import math
@@ -28,9 +30,15 @@ def decode_weight_bytes(model):
     """Bytes of weights that one decode step reads: all of them, but of an untied embedding only one row."""
     embedding = model.model.embed_tokens.weight
     total = sum(p.nbytes for p in model.parameters())
-    if model.lm_head.weight.data_ptr() != embedding.data_ptr():
+    if model.lm_head.weight is not embedding:
         total -= embedding.nbytes - embedding[0].nbytes
     return total
+
+
+def describe_head_dim(dim):
+    """One line about the head dimension, and what the kernel makes of it."""
+    padded = 1 << (dim - 1).bit_length()
+    return f"{dim} (the kernel pads it to {padded})" if padded != dim else f"{dim}"
 
 
 def describe_rope(config):
@@ -52,7 +60,7 @@ def main():
     cli.header("step 1", "inspect the attention of a Phi-3 checkpoint: shapes, bytes, bandwidth floor")
     device = cli.resolve_device(args.device)
     dtype = cli.resolve_dtype(args.dtype, device)
-    model = load_model(args.model_path, dtype=dtype, device=device)
+    model = load_model(args.model_path, dtype=dtype, device=device, values=False)
     config = model.config
     layer = model.model.layers[0].self_attn
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
@@ -69,7 +77,7 @@ def main():
             ("layers", config.num_hidden_layers),
             ("hidden size, MLP size", f"{config.hidden_size}, {config.intermediate_size}"),
             ("attention", f"{kind}: {heads} query heads, {kv_heads} KV heads, group size {heads // kv_heads}"),
-            ("head_dim", f"{dim} (the kernel pads it to {1 << (dim - 1).bit_length()})"),
+            ("head_dim", describe_head_dim(dim)),
             ("qkv_proj", f"{list(layer.qkv_proj.weight.shape)}: q {heads * dim}, k and v {kv_heads * dim} rows each"),
             ("o_proj", list(layer.o_proj.weight.shape)),
             ("RoPE", describe_rope(config)),

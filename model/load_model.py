@@ -81,16 +81,17 @@ PRESETS = {
 
 
 def load_model(
-    path=None, *, dtype=None, device=None, device_map=None, trust_remote_code=False, attn_implementation=None, seed=None
-):
+    path=None, *, dtype=None, device=None, device_map=None, trust_remote_code=False, attn_implementation=None,
+    seed=None, values=True,
+):  # fmt: skip
     """The Hugging Face ``Phi3ForCausalLM`` at ``path``, in eval mode, without gradients.
 
     path: a checkpoint directory (relative to the repository's root if not absolute) or ``random:<preset>``; default
     ``config.MODEL_PATH``. dtype: torch.dtype or its name, default ``config.DTYPE``; never the checkpoint's, so that
     every transformers version gives the same. device: default ``config.DEVICE``. device_map: handed to transformers
     (``"auto"`` offloads what does not fit; only Hugging Face's own loop can run such a model). trust_remote_code: run
-    the checkpoint's own ``modeling_phi3.py``. seed: of random weights, default
-    ``config.SEED``.
+    the checkpoint's own ``modeling_phi3.py``. seed: of random weights, default ``config.SEED``. values: False leaves
+    random weights on the meta device, where they have shapes and bytes but take no memory and no time.
 
     Raises ValueError, in one line, where the path is no Phi-3 checkpoint, this transformers cannot read it, or its
     weights do not fit the free memory of the device.
@@ -99,7 +100,9 @@ def load_model(
     device = cli.resolve_device(settings.DEVICE if device is None else str(device))
     dtype = _resolve_dtype(dtype, device)
     model_config = load_config(path, trust_remote_code=trust_remote_code)
-    if device_map is None:
+    if path.startswith("random:") and not values:
+        device = torch.device("meta")
+    elif device_map is None:
         _check_fits(model_config, dtype, device, path)
     if path.startswith("random:"):
         model = _random_model(model_config, dtype, device, attn_implementation, settings.SEED if seed is None else seed)

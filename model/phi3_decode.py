@@ -76,9 +76,12 @@ class CatDecoder(_SdpaDecoder):
             self.taken_over_after = self.kv_cache.resets
         return super().step(token_ids)
 
-    def _attend(self, layer, q, k, v):
+    def _append(self, layer, k, v):
         self.keys[layer] = torch.cat((self.keys[layer], k), dim=2)
         self.values[layer] = torch.cat((self.values[layer], v), dim=2)
+
+    def _attend(self, layer, q, k, v):
+        self._append(layer, k, v)
         return sdpa_attention(q, self.keys[layer], self.values[layer], window=self.window)
 
     def _advance(self):

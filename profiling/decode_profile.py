@@ -1,7 +1,9 @@
 """[step 7] Where the time of a decode step goes: torch.profiler over a few steps, for any rung and for Hugging Face.
 
-Per token: wall time (measured without the profiler), GPU busy and idle, kernels and launches, and the busy time split
-into groups that add up to it. The verdict says what bounds the step. Each trace is kept as
+Per token: wall time, GPU busy and idle, kernels and launches, and the busy time split into groups that add up to it.
+The verdict says what bounds the step. Wall times are taken before the first trace, over positions that the path has
+been through once: PyTorch's SDPA may plan anew for each cache length that it has not seen (cuDNN's does, some 30 ms),
+so the first pass stands apart. Each trace is kept as
 results/<gpu>/decode_profile_<path>.pt.trace.json.gz: open it at https://ui.perfetto.dev or in chrome://tracing.
 """
 
@@ -24,10 +26,10 @@ from transformers.models.phi3 import modeling_phi3
 
 import cli
 from kv_cache.kv_layout import KVCache
-from model import phi3_layers
+from model import phi3_decode_triton, phi3_layers
 from model.generate import PATHS, greedy
 from model.load_model import hf_forward, load_model
-from model.phi3_decode import hf_generate
+from model.phi3_decode import CatDecoder, hf_generate
 from model.phi3_prefill import prefill
 from profiling.digest import GROUPS, STAGES, digest, judge
 from profiling.tracing import trace_events
@@ -41,7 +43,9 @@ FUNCTION_RANGES = (
     (modeling_phi3, "apply_rotary_pos_emb", "rope"),
     (phi3_layers, "apply_rope", "rope"),
     (F, "scaled_dot_product_attention", "attention"),
+    (phi3_decode_triton, "decode_attention", "attention"),
     (KVCache, "append", "cache"),
+    (CatDecoder, "_append", "cache"),
     (transformers.DynamicCache, "update", "cache"),
 )
 LAYER_MODULES = {
@@ -116,59 +120,101 @@ class WrongLogits(Exception):
     """A rung that does not agree with Hugging Face gets no profile."""
 
 
+# What a path raises where this machine cannot run it.
+UNABLE = (ImportError, ValueError, NotImplementedError, cli.UsageError, torch.OutOfMemoryError)
+
+
 @torch.no_grad()
-def start(path, model, input_ids, new_tokens):
-    """(decoder, first token): the prompt is in the cache, ``new_tokens`` more fit. WrongLogits where they are."""
+def prepare(path, model, input_ids, steps):
+    """A function ``start()`` -> (decoder, token) with the prompt and one token more in the cache, the same each time;
+    ``steps`` more fit. WrongLogits where the path's are."""
     if path == HF:
-        decoder = HuggingFaceDecoder(model, input_ids)
-        return decoder, decoder.first_token
-    cache = KVCache.from_config(
-        model.config, input_ids.shape[1] + new_tokens, dtype=model.dtype, device=input_ids.device
-    )
-    reference = hf_generate(model, input_ids, min(CHECKED_TOKENS, new_tokens))
-    decoder = end_to_end.decoder_source(path, model, cache)
-    found = end_to_end.check_decoder(model, input_ids, *reference, cache, path=path, decoder=decoder)
-    if not found.ok:
-        raise WrongLogits(str(found))
-    cache.reset()
-    return decoder(), greedy(prefill(model, input_ids, cache))
+
+        def first():
+            decoder = HuggingFaceDecoder(model, input_ids)
+            return decoder, decoder.first_token
+    else:
+        room = input_ids.shape[1] + max(1 + steps, CHECKED_TOKENS)
+        cache = KVCache.from_config(model.config, room, dtype=model.dtype, device=input_ids.device)
+        reference = hf_generate(model, input_ids, CHECKED_TOKENS)
+        source = end_to_end.decoder_source(path, model, cache)
+        found = end_to_end.check_decoder(model, input_ids, *reference, cache, path=path, decoder=source)
+        if not found.ok:
+            raise WrongLogits(str(found))
+
+        def first():
+            cache.reset()
+            return source(), greedy(prefill(model, input_ids, cache))
+
+    @torch.no_grad()
+    def start():
+        decoder, token = first()
+        return decoder, end_to_end.decode_steps(decoder, token, 1)  # the first step may set things up
+
+    return start
 
 
-def profile_path(path, model, input_ids, args, bandwidth, results):
-    """Profile one path; its row goes to ``results`` -> the row, and the Verdict's text."""
-    case = {"path": path, "context": args.prompt_tokens}
-    new_tokens = (args.runs + 2) * args.steps + 1
-    try:
-        decoder, token = start(path, model, input_ids, new_tokens)
-        token = end_to_end.decode_steps(decoder, token, args.steps)  # warm-up
+def time_path(start, steps, runs, clock):
+    """Timing of ``steps`` steps, ``runs`` times over the same positions; the first pass over them is ``first_call``."""
+    samples = []
+    for _ in range(1 + runs):
+        decoder, token = start()
+        samples.append(clock.record(functools.partial(end_to_end.decode_steps, decoder, token, steps))() / steps)
+    return common.Timing(samples[1:], samples[0])
+
+
+def trace_path(path, start, model, args):
+    """Digest of the steps that ``time_path`` times, and the trace's file."""
+    trace = common.results_dir(args.results_dir) / common.slug(torch.cuda.get_device_name())
+    trace.mkdir(parents=True, exist_ok=True)
+    trace /= f"decode_profile_{path}.pt.trace.json.gz"
+    decoder, token = start()
+    with named_ranges(model):
         decode = functools.partial(end_to_end.decode_steps, decoder, token, args.steps)
-        clock = common.WallClock(model.device)
-        walls = [clock.record(decode)() / args.steps for _ in range(args.runs)]
-        trace = common.results_dir(args.results_dir) / common.slug(torch.cuda.get_device_name())
-        trace.mkdir(parents=True, exist_ok=True)
-        trace /= f"decode_profile_{path}.pt.trace.json.gz"
-        with named_ranges(model):
-            events = trace_events(decode, ranges=True, path=trace)
-    except WrongLogits as error:
-        return results.add(case, common.INCORRECT, reason=str(error)), None
-    except (ImportError, ValueError, NotImplementedError, cli.UsageError, torch.OutOfMemoryError) as error:
-        return results.add_error(case, error), None
-    found = digest(events, args.steps, model.config.num_hidden_layers)
-    timing = common.Timing(walls, walls[0])
-    wall = timing.median_ms
-    context = args.prompt_tokens + new_tokens // 2
-    verdict = judge(
-        found, wall, counts.decode_step_bytes(model.config, context, itemsize=model.dtype.itemsize), bandwidth,
-        weight_bytes=counts.resident_bytes(model.config, model.dtype.itemsize),
-        memory_bytes=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
-    )  # fmt: skip
-    row = results.add(
-        case, timing=timing, gpu_busy_ms=found.busy_ms, gpu_sum_ms=found.sum_ms,
-        gpu_idle_ms=max(0.0, wall - found.busy_ms), kernels_per_token=found.kernels,
-        launches_per_token=found.launches, groups_ms=found.groups, verdict=verdict.kind, verdict_text=verdict.text,
-        top_kernels_ms={name[:160]: ms for name, ms in list(found.names.items())[:TOP_KERNELS]}, trace=trace.name,
-    )  # fmt: skip
-    return row, verdict
+        events = trace_events(decode, ranges=True, path=trace)
+    return digest(events, args.steps, model.config.num_hidden_layers), trace
+
+
+def profile_paths(model, input_ids, args, bandwidth, results):
+    """Check and time every path, then trace them; rows go to ``results`` -> path -> Verdict, of those profiled."""
+    starts, timings, failures, verdicts = {}, {}, {}, {}
+    clock = common.WallClock(model.device)
+    # Ranges slow the host down, and a profiler may, even one that has stopped: no trace before the last wall time.
+    for path in common.progress(args.path, "decode_profile: timing"):
+        try:
+            starts[path] = prepare(path, model, input_ids, args.steps)
+            timings[path] = time_path(starts[path], args.steps, args.runs, clock)
+        except (*UNABLE, WrongLogits) as error:
+            failures[path] = error
+    context = args.prompt_tokens + 1 + args.steps // 2
+    step_bytes = counts.decode_step_bytes(model.config, context, itemsize=model.dtype.itemsize)
+    for path in common.progress(args.path, "decode_profile: tracing"):
+        case = {"path": path, "context": args.prompt_tokens}
+        if path not in failures:
+            try:
+                found, trace = trace_path(path, starts[path], model, args)
+            except UNABLE as error:
+                failures[path] = error
+        if isinstance(failures.get(path), WrongLogits):
+            results.add(case, common.INCORRECT, reason=str(failures[path]))
+        elif path in failures:
+            results.add_error(case, failures[path])
+        else:
+            timing = timings[path]
+            wall = timing.median_ms
+            verdict = verdicts[path] = judge(
+                found, wall, step_bytes, bandwidth,
+                weight_bytes=counts.resident_bytes(model.config, model.dtype.itemsize),
+                memory_bytes=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+            )  # fmt: skip
+            results.add(
+                case, timing=timing, gpu_busy_ms=found.busy_ms, gpu_sum_ms=found.sum_ms,
+                gpu_idle_ms=max(0.0, wall - found.busy_ms), kernels_per_token=found.kernels,
+                launches_per_token=found.launches, groups_ms=found.groups, verdict=verdict.kind,
+                verdict_text=verdict.text, trace=trace.name,
+                top_kernels_ms={name[:160]: ms for name, ms in list(found.names.items())[:TOP_KERNELS]},
+            )  # fmt: skip
+    return verdicts
 
 
 def show(rows):
@@ -183,7 +229,10 @@ def show(rows):
             for row in passed
         ]
         lines.append((group, *cells))
-    for label, field in (("GPU busy", "gpu_busy_ms"), ("GPU idle", "gpu_idle_ms"), ("wall", "median_ms")):
+    for label, field in (
+        ("GPU busy", "gpu_busy_ms"), ("GPU idle", "gpu_idle_ms"), ("wall", "median_ms"),
+        ("wall, first pass", "first_call_ms"),
+    ):  # fmt: skip
         lines.append((label, *(f"{row[field]:.3f}" for row in passed)))
     lines.append(("sum of durations (overlap counted twice)", *(f"{row['gpu_sum_ms']:.3f}" for row in passed)))
     for label, field in (("kernels per token", "kernels_per_token"), ("launches per token", "launches_per_token")):
@@ -197,12 +246,12 @@ def check_tiny(paths, model, args):
     lines, ok = [], True
     for path in paths:
         try:
-            decoder, token = start(path, model, input_ids, 4)
+            decoder, token = prepare(path, model, input_ids, 1)()
         except WrongLogits as error:
             lines.append((path, common.INCORRECT, str(error)))
             ok = False
             continue
-        except (ImportError, ValueError, NotImplementedError, cli.UsageError) as error:
+        except UNABLE as error:
             lines.append((path, common.SKIPPED, str(error)))
             continue
         with named_ranges(model):
@@ -221,7 +270,7 @@ def main():
     )
     parser.add_argument("--prompt-tokens", type=int, default=128, help="context at which the steps are taken")
     parser.add_argument("--steps", type=int, default=4, help="decode steps in the trace")
-    parser.add_argument("--runs", type=int, default=5, help="runs of that many steps, for the wall time")
+    parser.add_argument("--runs", type=int, default=5, help="timed runs over those steps, for the wall time")
     args = parser.parse_args()
     cli.header("step 7", "Where the time of a decode step goes")
     device, dtype = common.resolve(args)
@@ -236,20 +285,15 @@ def main():
     results = common.Results("decode_profile", vars(args), "GPU work by torch.profiler, wall by the host clock, median")
     results.numbers["bandwidth_gb_per_s"] = bandwidth
     input_ids = common.random_prompt(model.config.vocab_size, args.prompt_tokens, args.seed, device)
-    with torch.no_grad():
-        common.settle(lambda: hf_forward(model, input_ids[:, :1]))
-    verdicts = {}
-    for path in common.progress(args.path, "decode_profile"):
-        _, verdicts[path] = profile_path(path, model, input_ids, args, bandwidth, results)
+    verdicts = profile_paths(model, input_ids, args, bandwidth, results)
     show(results.rows)
     for row in results.rows:
         if row["status"] != common.PASSED:
             print(f"{row['status']}: {row['case']['path']}: {row['reason']}")
     for path, found in verdicts.items():
-        if found is not None:
-            print(f"{path}: {found.kind}: {found.text}")
+        print(f"{path}: {found.kind}: {found.text}")
     ok = all(row["status"] != common.INCORRECT for row in results.rows)
-    text = ", ".join(f"{path} is {found.kind}" for path, found in verdicts.items() if found is not None)
+    text = ", ".join(f"{path} is {found.kind}" for path, found in verdicts.items())
     return common.finish(results, ok, text or "nothing was profiled", args.results_dir)
 
 

@@ -71,7 +71,7 @@ def fake_gpu(no_gpu, monkeypatch):
     return no_gpu
 
 
-def measure_cold(contenders, *, samples=2):
+def measure_cold(contenders, *, warmup, samples):
     """common.measure_cold without CUDA graphs."""
     outcome = {}
     for name, functions in contenders.items():

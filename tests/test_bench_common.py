@@ -166,12 +166,6 @@ def test_a_named_commit_comes_before_git(monkeypatch):
     assert common.environment()["commit"] == "abc123"
 
 
-def test_settling_calls_until_the_time_is_over():
-    times, calls = iter([0.0, 0.0, 1.0, 2.5, 3.5]), []
-    common.settle(lambda: calls.append(None), 3.0, now=lambda: next(times))
-    assert len(calls) == 3
-
-
 def test_a_result_does_not_say_where_it_was_written():
     results = common.Results("script", {"samples": 3, "results_dir": "/somewhere"}, "method")
     assert results.configuration == {"samples": 3}

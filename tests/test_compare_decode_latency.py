@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import config
 from benchmarks import common, contenders
 from benchmarks import compare_decode_latency as script
 
@@ -79,6 +80,21 @@ def test_gain_is_against_the_fastest_other_and_an_impossible_rate_gains_nothing(
     rows[script.OURS] = row(script.OURS, 0.02, share=1.2)
     line, gain = script.table_line(128, rows, 100.0)
     assert gain is None and line[5] == "120 (cache)" and line[-1] == "-"
+
+
+def test_config_says_how_often(monkeypatch, fake_gpu, small):
+    asked, measure_cold = [], common.measure_cold
+
+    def noted(contenders, *, warmup, samples):
+        asked.append((warmup, samples))
+        return measure_cold(contenders, warmup=warmup, samples=samples)
+
+    monkeypatch.setattr(common, "measure_cold", noted)
+    monkeypatch.setattr(config, "WARMUP", 7)
+    monkeypatch.setattr(config, "ITERATIONS", 9)
+    fake_gpu.run(script, "--lengths", "20", "--shapes", "1")
+    fake_gpu.run(script, "--lengths", "20", "--shapes", "1", "--warmup", "1", "--samples", "2")
+    assert asked == [(7, 9), (1, 2)]
 
 
 @pytest.mark.gpu

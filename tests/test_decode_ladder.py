@@ -52,7 +52,8 @@ def test_measured_rows(fake_gpu, host_rungs):
     assert "--static-contexts 9" in rows["0s"]["reason"]
     for number in ("0", "1", "2"):
         row = rows[number]
-        assert len(row["samples_ms"]) == 2
+        assert len(row["samples_ms"]) == 2  # two rounds; the one before them stands apart
+        assert row["first_run_ms"] > 0 and row["first_run_ms"] not in row["samples_ms"]
         assert row["tokens_per_s"] == pytest.approx(1e3 / row["median_ms"], rel=1e-4)
         assert row["gpu_idle_ms"] == pytest.approx(row["median_ms"] - row["gpu_busy_ms"], rel=1e-4)
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["median_ms"], rel=1e-4)

@@ -4,8 +4,10 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmarks import common, end_to_end
+from kv_cache.kv_layout import KVCache
 from model.load_model import load_model
 from profiling import decode_profile as script
 from profiling.digest import GROUPS, STAGES, read_trace
@@ -21,9 +23,13 @@ def tiny():
     return load_model("random:tiny", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("path", ["hf", "cat", "prealloc"])
+def start(path, model, steps):
+    return script.prepare(path, model, torch.arange(3, 12, device=model.device)[None], steps)()
+
+
+@pytest.mark.parametrize("path", ["hf", "cat", "prealloc", "triton"])
 def test_every_stage_of_every_layer_has_a_range(tiny, path, tmp_path):
-    decoder, token = script.start(path, tiny, torch.arange(3, 12, device=tiny.device)[None], 4)
+    decoder, token = start(path, tiny, 2)
     with script.named_ranges(tiny):
         kept = tmp_path / "x.pt.trace.json.gz"
         events = trace_events(functools.partial(end_to_end.decode_steps, decoder, token, 2), ranges=True, path=kept)
@@ -34,7 +40,7 @@ def test_every_stage_of_every_layer_has_a_range(tiny, path, tmp_path):
         assert names.count(f"layer {layer}: norm") == 4
     assert names.count("lm_head") == 2
     assert names.count("decode step 0") == names.count("decode step 1") == 1
-    expected = {"rope"} | (set() if path == "cat" else {"cache"})
+    expected = {"rope", "cache"}
     if path != "hf" or tiny.config._attn_implementation == "sdpa":  # old transformers have only eager for Phi-3
         expected.add("attention")
     assert expected <= set(names)
@@ -44,7 +50,7 @@ def test_every_stage_of_every_layer_has_a_range(tiny, path, tmp_path):
 def test_ranges_are_gone_afterwards(tiny):
     with script.named_ranges(tiny):
         pass
-    decoder, token = script.start("prealloc", tiny, torch.arange(3, 12, device=tiny.device)[None], 4)
+    decoder, token = start("prealloc", tiny, 1)
     events = trace_events(functools.partial(end_to_end.decode_steps, decoder, token, 1), ranges=True)
     names = {e["name"].rsplit(": ", 1)[-1] for e in events if e.get("cat") == "user_annotation"}
     assert not names & STAGES.keys()
@@ -79,6 +85,39 @@ def test_rows(monkeypatch, fake_gpu, capsys):
         assert (row["kernels_per_token"], row["launches_per_token"]) == (16, 16)
         assert row["verdict"] == "launch-bound"
     assert "launch-bound: the GPU waits for the host" in capsys.readouterr().out
+
+
+def test_all_times_come_first_without_ranges_and_over_the_same_lengths(monkeypatch, fake_gpu):
+    """A profiler or a range would slow the host, and SDPA may plan anew for each length that it has not seen."""
+    events, lengths = [], []
+    plain, record, sdpa = KVCache.append, common.WallClock.record, F.scaled_dot_product_attention
+
+    def timed(self, function):
+        assert KVCache.append is plain
+        lengths.clear()
+        read = record(self, function)
+        events.append(("time", *lengths))
+        return read
+
+    def noted(q, k, *args, **kwargs):
+        lengths.append(k.shape[2])
+        return sdpa(q, k, *args, **kwargs)
+
+    def traced(function, **_):
+        assert KVCache.append is not plain
+        lengths.clear()
+        function()
+        events.append(("trace", *lengths))
+        return [{"cat": "kernel", "name": "gemm", "ts": 0.0, "dur": 1.0, "args": {}}]
+
+    monkeypatch.setattr(common.WallClock, "record", timed)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(script, "trace_events", traced)
+    assert fake_gpu.run(script, *SMALL, "--path", "cat", "prealloc")
+    # Two paths, a first pass and two runs each; nine tokens of prompt, one step, then two steps in each of the layers.
+    assert events == [("time", *[11] * 3, *[12] * 3)] * 6 + [("trace", *[11] * 3, *[12] * 3)] * 2
+    for row in fake_gpu.rows("decode_profile"):
+        assert len(row["samples_ms"]) == 2 and row["first_call_ms"] not in row["samples_ms"]
 
 
 def test_a_wrong_path_gets_no_profile(monkeypatch, fake_gpu):

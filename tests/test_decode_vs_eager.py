@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import config
 from benchmarks import common
 from benchmarks import decode_vs_eager as script
 
@@ -40,6 +41,21 @@ def test_measured_rows(monkeypatch, fake_gpu):
     rows = fake_gpu.rows("decode_vs_eager")
     assert [row["status"] for row in rows] == [common.PASSED] * 10
     assert all(row["peak_memory_bytes"] == 1000 and row["call_median_ms"] > 0 for row in rows)
+
+
+def test_config_says_how_often(monkeypatch, fake_gpu):
+    asked, measure_cold = [], common.measure_cold
+
+    def noted(contenders, *, warmup, samples):
+        asked.append((warmup, samples))
+        return measure_cold(contenders, warmup=warmup, samples=samples)
+
+    monkeypatch.setattr(common, "measure_cold", noted)
+    monkeypatch.setattr(config, "WARMUP", 7)
+    monkeypatch.setattr(config, "ITERATIONS", 9)
+    fake_gpu.run(script, "--lengths", "20")
+    fake_gpu.run(script, "--lengths", "20", "--warmup", "1", "--samples", "2")
+    assert asked == [(7, 9), (1, 2)]
 
 
 def test_a_wrong_kernel_fails(monkeypatch, fake_gpu):

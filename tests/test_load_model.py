@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import config as settings
+from benchmarks import counts
 from model import load_model as loading
+from model.inspect_attention import decode_weight_bytes
 from model.load_model import (
     HEAD_DIM_SINCE,
     HF_APPLIES_WINDOW,
@@ -528,6 +530,19 @@ def test_weights_that_do_not_fit(monkeypatch):
         load_model("random:phi-3-mini-4k", dtype="float16", device="cpu")
     with pytest.raises(ValueError, match=r"15\.28 GB in float32, .* a 16-bit dtype halves that"):
         load_model("random:phi-3-mini-4k", **CPU)
+
+
+@pytest.mark.parametrize("preset", ["phi-3-mini-4k", "phi-4-mini"])
+def test_a_preset_without_values_has_all_shapes(monkeypatch, preset):
+    """Of any size, without memory; step 1 counts bytes on it (Phi-4's embedding is tied: read as the LM head)."""
+    if preset == "phi-4-mini" and VERSION < PARTIAL_ROTARY_SINCE:
+        pytest.skip("this transformers cannot read Phi-4's config")
+    monkeypatch.setattr(loading, "free_memory", lambda device: 0)
+    model = load_model(f"random:{preset}", dtype="float16", device="cpu", values=False)
+    assert all(parameter.is_meta and parameter.dtype == torch.float16 for parameter in model.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters(model.config)
+    row = 0 if preset == "phi-4-mini" else 2 * model.config.hidden_size
+    assert decode_weight_bytes(model) == counts.decode_step_bytes(model.config, 0) + row
 
 
 def test_offloaded_weights_are_refused():

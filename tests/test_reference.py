@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.accuracy import judge
+from model.accuracy import bar, judge
 from model.decode_attention_ref import attention_ref, decode_attention_ref
 from model.phi3_layers import sdpa_attention
 from tests.oracles import sdpa_explicit
@@ -57,6 +57,17 @@ def test_judge_fails_on_nan_dtype_and_excess():
     broken = native.clone()
     broken[3] = float("nan")
     assert not judge(broken, reference, native).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_bar_is_the_one_that_judge_applies(dtype):
+    """Errors in whole rounding steps: the factor's worth passes, one step more does not."""
+    factor, _ = bar(dtype)
+    step = torch.finfo(dtype).eps
+    reference = torch.ones(100, dtype=torch.float64)
+    native, at_the_bar, above = ((reference + n * step).to(dtype) for n in (8, 8 * factor, 8 * factor + 1))
+    assert judge(at_the_bar, reference, native).ok
+    assert not judge(above, reference, native).ok
 
 
 def test_judge_refuses_shapes_that_would_broadcast():

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 import config
@@ -235,6 +236,29 @@ def test_weights_that_do_not_fit(start, monkeypatch):
     monkeypatch.setattr(load_model, "free_memory", lambda device: 8 * 10**9)
     result = start("run_baseline.py", MODEL_PATH="random:phi-3-medium-4k", DEVICE="cpu", DTYPE="float32")
     assert_one_line_error(result, r"55\.84 GB in float32, but cpu has 8\.00 GB free")
+
+
+@pytest.mark.parametrize(
+    ("preset", "line"), [("tiny", r"head_dim +16$"), ("phi-3-mini-4k", r"head_dim +96 \(the kernel pads it to 128\)$")]
+)
+def test_step_1_makes_no_random_weights(start, monkeypatch, preset, line):
+    monkeypatch.setattr(load_model, "free_memory", lambda device: 0)
+    code, stdout, stderr = start("model/inspect_attention.py", "--max-seq-len", "9", MODEL_PATH=f"random:{preset}")
+    assert code == 0, stderr
+    assert re.search(line, stdout, re.MULTILINE), stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is lowered where there is a GPU")
+@pytest.mark.parametrize(("flags", "said"), [((), True), (("--new-tokens", "32"), False)], ids=["file", "flag"])
+def test_a_lowered_number_of_tokens_is_said(start, monkeypatch, flags, said):
+    from model.generate import _Loop
+
+    lengths = []
+    monkeypatch.setattr(_Loop, "accept", lambda self, ids: lengths.append(self.remaining))  # the loop ends at once
+    _, stdout, _ = start("run_baseline.py", "--model-path", "random:tiny", "--device", "cpu", *flags, PROMPT="ab")
+    assert lengths == [32]
+    text = "NEW_TOKENS is 32 here, not config.py's 256, because there is no GPU: --new-tokens or PHI_TRITON_NEW_TOKENS"
+    assert (text in stdout) == said
 
 
 def test_make_names_the_python_it_needs(tmp_path):
