@@ -149,7 +149,7 @@ def table(columns, rows):
 
 def _is_number(text):
     try:
-        float(text.rstrip("%x").replace(",", ""))
+        float(text.rstrip("%x~ ").replace(",", ""))
     except ValueError:
         return text in ("-", "")
     return True

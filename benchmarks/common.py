@@ -82,6 +82,11 @@ class Timing(NamedTuple):
         }
 
 
+def spread(row):
+    """The samples of a timed row from least to most, in ms: "27.85 to 80.75"."""
+    return f"{min(row['samples_ms']):.2f} to {max(row['samples_ms']):.2f}"
+
+
 class EventClock:
     """GPU time between two CUDA events; the events are read only once the device is synchronised."""
 
