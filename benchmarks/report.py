@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common, compare_decode_latency, decode_ladder, plots, roofline
+from benchmarks import kernel_resources as resources
 
 # isort: split
 import cli
@@ -244,7 +245,9 @@ def kernel_resources(content):
         lines = []
         for row in rows:
             case = row["case"]
-            what = case["what"] + (f", BLOCK_T={case['block_t']}" if case["block_t"] else "")
+            what = case["what"]
+            if case["block_t"]:
+                what += f", BLOCK_T={case['block_t']}, cache {case['cache_len']}"
             cells = by_status(row, lambda row=row: [
                 str(row["registers"]), str(row["spill_bytes"]), f"{row['shared_memory_bytes'] / 1024:.1f}",
                 str(row["num_warps"]), f"{100 * row['occupancy']:.0f} %", row["limited_by"],
@@ -253,8 +256,9 @@ def kernel_resources(content):
         columns = ("GPU", "what", "kernel", "registers", "spill B", "shared KiB", "warps", "occupancy", "limited by")
         return markdown(columns, lines)
 
-    swept = [row for row in content["rows"] if row["case"]["block_t"] is not None]
-    others = [row for row in content["rows"] if row["case"]["block_t"] is None]
+    rows = resources.merged(content["rows"])
+    swept = [row for row in rows if row["case"]["block_t"] is not None]
+    others = [row for row in rows if row["case"]["block_t"] is None]
     return "\n\n".join([table(swept)] + ([folded("Other kernels", table(others))] if others else []))
 
 
