@@ -292,18 +292,16 @@ def verdict(results):
 def main():
     parser = cli.parser(__doc__, "DTYPE", "SEED", "RESULTS_DIR")
     common.add_model_argument(parser)
-    parser.add_argument("--contexts", type=common.number_list, default=CONTEXTS, help="prompt lengths")
+    common.add_numbers_argument(parser, "--contexts", CONTEXTS, "prompt lengths")
     parser.add_argument("--new-tokens", type=int, default=24, help="tokens per run")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each rung")
     parser.add_argument("--profile-steps", type=int, default=4, help="decode steps in the trace of each rung")
-    parser.add_argument(
-        "--static-contexts", type=common.number_list, default=[128], help="contexts at which rung 0s is compiled"
-    )
-    parser.add_argument("--rungs", default=",".join(rung.number for rung in RUNGS), help="which rungs")
+    common.add_numbers_argument(parser, "--static-contexts", [128], "contexts at which rung 0s is compiled")
+    common.add_choices_argument(parser, "--rungs", {rung.number: rung.name for rung in RUNGS}, "which rungs")
     args = parser.parse_args()
     cli.header("further step", "The decode ladder: what each idea buys, on the same work")
     device, dtype = common.resolve(args)
-    rungs = [rung for rung in RUNGS if rung.number in args.rungs.split(",")]
+    rungs = [rung for rung in RUNGS if rung.number in args.rungs]
     model = load_model(args.model_path, dtype=dtype, device=device)
     if not torch.cuda.is_available():
         ok = check_tiny(rungs, model, args)

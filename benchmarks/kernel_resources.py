@@ -6,6 +6,7 @@ long cache and for grouped heads, over config.BLOCK_T up to the tile that the wr
 that a block does not fit the GPU at all.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -30,7 +31,6 @@ import config
 from kernels.aot import compile_only
 from kernels.device import SHARED_MEMORY
 
-CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (12, 0))
 BLOCK_TS = [16, 32, 64, 128, 256]
 KERNELS = ("decode", "flash", "fused")
 
@@ -243,18 +243,19 @@ def table_line(row):
 
 def capability(text):
     """argparse type: ``8.9`` -> (8, 9)."""
-    found = tuple(int(part) for part in text.split("."))
-    if found not in LIMITS:
-        raise ValueError(text)
-    return found
+    names = {"{}.{}".format(*known): known for known in LIMITS}
+    if text not in names:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+    return names[text]
 
 
 def main():
     parser = cli.parser(__doc__, "RESULTS_DIR")
-    parser.add_argument("--capabilities", nargs="+", type=capability, default=list(CAPABILITIES), help="such as 8.9")
-    parser.add_argument("--block-t", type=common.number_list, default=BLOCK_TS, help="values of config.BLOCK_T")
+    parser.add_argument("--capabilities", nargs="+", type=capability, help="such as 7.5 8.9; all known ones by default")
+    common.add_numbers_argument(parser, "--block-t", BLOCK_TS, "values of config.BLOCK_T")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="which kernels")
     args = parser.parse_args()
+    args.capabilities = args.capabilities or list(LIMITS)
     print(f"[further step] What each kernel takes on each GPU, compiled ahead of time, nothing run\n{cli.machine()}\n")
     results = common.Results("kernel_resources", vars(args), "compiled ahead of time, not run")
     compile_one = partial(compile_for, kernels=args.kernels, block_ts=args.block_t)

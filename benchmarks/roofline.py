@@ -112,7 +112,7 @@ def table_lines(found):
 def main():
     parser = cli.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="presets or checkpoint directories")
-    parser.add_argument("--contexts", type=common.number_list, default=CONTEXTS, help="context lengths")
+    common.add_numbers_argument(parser, "--contexts", CONTEXTS, "context lengths")
     args = parser.parse_args()
     print(f"[further step] The least time per token that memory allows, by GPU (float16, batch 1)\n{cli.machine()}\n")
     gpus = GPUS

@@ -1,5 +1,6 @@
 """Occupancy by hand, and one real compilation for an RTX 4060 in a process of its own."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -73,6 +74,12 @@ def test_long_caches_and_grouped_heads_are_compiled_with_their_own_tiles(tmp_pat
     assert tiles == {
         (mini, 4096, 32), (mini, 65536, 32), (mini, 65536, 64), (grouped, 4096, 32), (grouped, 4096, 64),
     }  # fmt: skip
+
+
+def test_capabilities_are_known_ones():
+    assert [script.capability(text) for text in ("8.9", "12.0")] == [(8, 9), (12, 0)]
+    with pytest.raises(argparse.ArgumentTypeError, match=r"'9' is none of 7\.5, 8\.0, 8\.9, 9\.0, 12\.0"):
+        script.capability("9")
 
 
 def test_compiles_for_a_gpu_that_is_not_here(tmp_path):
