@@ -348,7 +348,12 @@ def main():
         )
         for line in list(difference)[:40]:
             print(line)
-        return cli.verdict(text == rendered, f"{tables} tables of {args.readme.name} compared with {root.name}/")
+        both = zip(MARKER.finditer(text), MARKER.finditer(rendered), strict=True)
+        differing = [old["name"] for old, new in both if old["body"] != new["body"]]
+        if differing:
+            names = ", ".join(differing)
+            return cli.verdict(False, f"tables of {args.readme.name} that differ from {root.name}/: {names}")
+        return cli.verdict(True, f"{tables} tables of {args.readme.name} agree with {root.name}/")
     args.readme.write_text(rendered, encoding="utf-8")
     return cli.verdict(True, f"{tables} tables of {args.readme.name} written from {root.name}/")
 

@@ -47,12 +47,20 @@ def test_round_trip(monkeypatch, tmp_path, readme, capsys):
     assert readme.read_text() == text  # writing twice changes nothing
 
 
-def test_check_notices_a_figure_changed_by_hand(monkeypatch, tmp_path, readme):
+def test_check_notices_a_figure_changed_by_hand(monkeypatch, tmp_path, readme, capsys):
     write_ladder(tmp_path, {"0": 30.0, "1": 20.0})
     flags = ("--readme", readme, "--results-dir", tmp_path)
     run(monkeypatch, *flags)
-    readme.write_text(readme.read_text().replace("20.00", "12.00"))
-    assert not run(monkeypatch, *flags, "--check")
+    capsys.readouterr()
+    text = readme.read_text()
+    changes = (("20.00 |", "headline"), ("20.000 |", "decode_ladder"), ("20.00", "headline, decode_ladder"))
+    for changed, names in changes:
+        assert changed in text
+        readme.write_text(text.replace(changed, changed.replace("20", "12")))
+        assert not run(monkeypatch, *flags, "--check")
+        assert capsys.readouterr().out.strip().endswith(f"/: {names}")
+    readme.write_text(text)
+    assert run(monkeypatch, *flags, "--check")
 
 
 def test_the_headline_holds_against_hugging_faces_fastest_row_too(tmp_path):
