@@ -15,6 +15,26 @@ class UsageError(Exception):
     """Bad input or configuration: printed as one line, exit code 2."""
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default that is a list as one would type it, and none where there is none."""
+
+    def _get_help_string(self, action):
+        if action.default is None:
+            return action.help
+        text = super()._get_help_string(action)
+        if isinstance(action.default, list):
+            separator = " " if action.nargs == "+" else ","
+            text = text.replace("%(default)s", separator.join(str(value) for value in action.default))
+        return text
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        """Bad flags are bad input like any other: one line, exit code 2."""
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def parser(doc, *settings, without_gpu=None):
     """An ArgumentParser with the first paragraph of ``doc`` and a flag for each named setting of config.py.
 
@@ -22,9 +42,7 @@ def parser(doc, *settings, without_gpu=None):
     without_gpu: {name: limit}, smaller defaults where kernels are interpreted; flags and environment variables win.
     ``report_lowered`` says so once the header is printed.
     """
-    result = argparse.ArgumentParser(
-        description=doc.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    result = _Parser(description=doc.split("\n\n")[0], formatter_class=_HelpFormatter)
     for name in settings:
         default = value = getattr(config, name)
         if name in (without_gpu or {}) and not torch.cuda.is_available() and f"PHI_TRITON_{name}" not in os.environ:
@@ -149,7 +167,7 @@ def table(columns, rows):
 
 def _is_number(text):
     try:
-        float(text.rstrip("%x").replace(",", ""))
+        float(text.rstrip("%x~ ").replace(",", ""))
     except ValueError:
         return text in ("-", "")
     return True

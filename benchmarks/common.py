@@ -6,6 +6,7 @@ within one process; the median counts and all samples are kept. The first call, 
 A result file is written only on a CUDA device: results/<gpu>/<script>.json, schema below.
 """
 
+import argparse
 import datetime
 import functools
 import json
@@ -80,6 +81,11 @@ class Timing(NamedTuple):
             "first_call_ms": self.first_call_ms,
             "samples_ms": self.samples_ms,
         }
+
+
+def spread(row):
+    """The samples of a timed row from least to most, in ms: "27.85 to 80.75"."""
+    return f"{min(row['samples_ms']):.2f} to {max(row['samples_ms']):.2f}"
 
 
 class EventClock:
@@ -412,7 +418,40 @@ def progress(items, description):
 
 def number_list(text):
     """argparse type: ``128,512`` -> [128, 512]."""
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected comma-separated numbers, such as 128,2048, got {text!r}") from None
+
+
+def choice_list(text, choices):
+    """argparse type (with ``choices`` bound): ``0,0s`` -> ["0", "0s"], each of which has to be among ``choices``."""
+    known = {str(choice): choice for choice in choices}
+    parts = text.split(",")
+    for part in parts:
+        if part not in known:
+            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)} (comma-separated)")
+    return [known[part] for part in parts]
+
+
+def add_numbers_argument(parser, flag, default, what):
+    """Add a flag that takes comma-separated whole numbers."""
+    parser.add_argument(flag, type=number_list, default=default, metavar="N,N", help=f"{what}, comma-separated")
+
+
+def add_choices_argument(parser, flag, names, what):
+    """Add a flag that takes comma-separated keys of ``names`` (key -> what it stands for); all by default."""
+    listed = "; ".join(f"{key}: {name}" for key, name in names.items())
+    parser.add_argument(
+        flag, type=functools.partial(choice_list, choices=list(names)), default=list(names),
+        metavar=flag[2:].upper(), help=f"{what}, comma-separated, of {listed}",
+    )  # fmt: skip
+
+
+def add_shapes_argument(parser, shapes):
+    """Add ``--shapes``, which gives indices into ``shapes``."""
+    names = {index: shape.name for index, shape in enumerate(shapes)}
+    add_choices_argument(parser, "--shapes", names, "which shapes")
 
 
 def resolve(args):

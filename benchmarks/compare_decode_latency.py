@@ -169,10 +169,8 @@ COLUMNS = ("cache_len", "floor us", "triton us", "on device", "GB/s", "% of memo
 
 def main():
     parser = cli.parser(__doc__, "DTYPE", "SEED", "WARMUP", "RESULTS_DIR")
-    parser.add_argument("--lengths", type=common.number_list, default=LENGTHS, help="cache lengths, comma-separated")
-    parser.add_argument(
-        "--shapes", type=common.number_list, default=[0, 1, 2], help="which of the three shapes, by index"
-    )
+    common.add_numbers_argument(parser, "--lengths", LENGTHS, "cache lengths")
+    common.add_shapes_argument(parser, SHAPES)
     parser.add_argument("--samples", type=int, default=config.ITERATIONS, help="timed graph replays per row")
     args = parser.parse_args()
     cli.header("step 4", "Decode attention, one layer, one token: Triton against PyTorch")

@@ -2,7 +2,8 @@
 
     python benchmarks/compare_results.py results/nvidia-h200 /tmp/new/nvidia-h200 --limit 1.05
 
-Rows are matched by their ``case``. A row that passed before and does not now is a regression too; a new one is not.
+Rows are matched by their ``case``. A row that passed before and does not now, or is missing, is a regression too, and
+so is a missing file; a new row or file is not.
 """
 
 import sys
@@ -17,15 +18,19 @@ import cli
 
 
 def pairs(before, after):
-    """(before, after) result files to compare: the two themselves, or those of the same name in two folders."""
+    """(before, after) result files to compare, the two themselves or those of the same name in two folders, and the
+    names of files that only ``before`` has."""
+    for path in (before, after):
+        if not path.exists():
+            raise cli.UsageError(f"{path} does not exist")
     if before.is_dir() != after.is_dir():
         raise cli.UsageError(f"{before} and {after} must be two files or two folders")
     if not before.is_dir():
-        return [(before, after)]
-    names = sorted({path.name for path in before.glob("*.json")} & {path.name for path in after.glob("*.json")})
-    if not names:
+        return [(before, after)], []
+    old, new = ({path.name for path in folder.glob("*.json")} for folder in (before, after))
+    if not old & new:
         raise cli.UsageError(f"{before} and {after} have no result file of the same name")
-    return [(before / name, after / name) for name in names]
+    return [(before / name, after / name) for name in sorted(old & new)], sorted(old - new)
 
 
 def case_key(case):
@@ -43,6 +48,8 @@ def compare(before, after, limit):
         new = newer.get(case_key(old["case"]))
         if new is None:
             lines.append((case, old.get("median_ms", old["status"]), "missing", "-"))
+            if old["status"] == common.PASSED:
+                regressions.append(f"{before['script']}: {case}: missing")
             continue
         if "median_ms" in old and "median_ms" in new:
             ratio = new["median_ms"] / old["median_ms"]
@@ -61,8 +68,9 @@ def main():
     parser.add_argument("after", type=Path, help="result file or folder")
     parser.add_argument("--limit", type=float, default=1.05, help="largest ratio after / before that still passes")
     args = parser.parse_args()
-    regressions = []
-    for before, after in pairs(args.before, args.after):
+    files, missing = pairs(args.before, args.after)
+    regressions = [f"{name}: missing in {args.after}" for name in missing]
+    for before, after in files:
         contents = common.load_results(before), common.load_results(after)
         lines, found = compare(*contents, args.limit)
         regressions += found
@@ -70,7 +78,8 @@ def main():
         cli.table(("case", "before ms", "after ms", "ratio"), lines)
     for regression in regressions:
         print(regression)
-    return cli.verdict(not regressions, f"{len(regressions)} regressions past {args.limit:g}")
+    count = len(regressions)
+    return cli.verdict(not regressions, f"{count} regression{'' if count == 1 else 's'}, limit {args.limit:g}")
 
 
 def origin(content):

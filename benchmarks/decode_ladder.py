@@ -4,7 +4,8 @@ Every rung decodes the same prompt (batch 1) at several context lengths, rungs a
 host as it comes. ms/token is that wall time; GPU busy is what the device worked per token by its own trace, the rest it
 waited. The floor is the time to read the weights and the KV cache once at the measured bandwidth. A rung is timed only
 after its logits agreed with Hugging Face's at the same context; one that is not there or not possible on this GPU is a
-SKIPPED row with its reason. "bought" is the time saved against the rung before; the parts add up to the whole.
+SKIPPED row with its reason. "bought" is the time saved against the rung before; the parts add up to the whole. Where
+the host decides the speed, runs differ: a "~" marks what is not resolved, because the runs of the two rungs overlap.
 """
 
 import functools
@@ -192,41 +193,66 @@ def measure_context(rungs, model, context, args, bandwidth, results):
     return rows
 
 
-def add_bought(rows):
-    """Set ``bought_ms``: the time that a rung saves against the PASSED one before it ("0s" against rung 0, apart)."""
-    before, start = None, None
+def with_rung_before(rows):
+    """(row, the PASSED row that it is held against, or None) for each PASSED row: the one before it on the ladder;
+    "0s" stands apart, against rung 0."""
+    start, before = None, None
     for row in rows:
         if row["status"] != common.PASSED:
             continue
-        wall = row["median_ms"]
         if row["case"]["rung"] == "0s":
-            row["bought_ms"] = start - wall if start is not None else 0.0
+            yield row, start
             continue
-        row["bought_ms"] = before - wall if before is not None else 0.0
-        before = wall
-        start = wall if start is None else start
+        yield row, before
+        start, before = start or row, row
+
+
+def add_bought(rows):
+    """Set ``bought_ms``: the time that a rung saves against the one that it is held against."""
+    for row, before in with_rung_before(rows):
+        row["bought_ms"] = before["median_ms"] - row["median_ms"] if before is not None else 0.0
+
+
+def unresolved(rows):
+    """Rungs whose runs overlap those of the rung that they are held against: noise may be all that they bought."""
+    return {
+        row["case"]["rung"]
+        for row, before in with_rung_before(rows)
+        if before is not None
+        and min(row["samples_ms"]) <= max(before["samples_ms"])
+        and min(before["samples_ms"]) <= max(row["samples_ms"])
+    }
 
 
 COLUMNS = (
-    "rung", "what it adds", "ms/token", "tokens/s", "% of floor", "GPU busy", "GPU idle", "kernels", "launches",
-    "bought",
+    "rung", "what it adds", "ms/token", "min to max", "tokens/s", "% of floor", "GPU busy", "GPU idle", "kernels",
+    "launches", "bought",
 )  # fmt: skip
+UNRESOLVED = "~: not resolved, the runs of the two rungs overlap."
 
 
-def table_line(row):
-    case = row["case"]
-    if row["status"] != common.PASSED:
-        return (case["rung"], case["name"], row["status"], *["-"] * 7)
-    return (
-        case["rung"], case["name"], f"{row['median_ms']:.3f}", f"{row['tokens_per_s']:.0f}",
-        f"{100 * row['share_of_floor']:.0f}", f"{row['gpu_busy_ms']:.3f}", f"{row['gpu_idle_ms']:.3f}",
-        f"{row['kernels_per_token']:.0f}", f"{row['launches_per_token']:.0f}", f"{row['bought_ms']:.3f}",
-    )  # fmt: skip
+def table_lines(rows, failed):
+    """Lines under ``COLUMNS`` for the rows of one context; a row without times says ``failed(row)`` instead."""
+    lines, noise = [], unresolved(rows)
+    for row in rows:
+        rung, name = row["case"]["rung"], row["case"]["name"]
+        if row["status"] != common.PASSED:
+            lines.append((rung, name, failed(row), *["-"] * (len(COLUMNS) - 3)))
+            continue
+        lines.append((
+            rung, name, f"{row['median_ms']:.3f}", common.spread(row), f"{row['tokens_per_s']:.0f}",
+            f"{100 * row['share_of_floor']:.0f}", f"{row['gpu_busy_ms']:.3f}", f"{row['gpu_idle_ms']:.3f}",
+            f"{row['kernels_per_token']:.0f}", f"{row['launches_per_token']:.0f}",
+            f"{row['bought_ms']:.3f}" + (" ~" if rung in noise else ""),
+        ))  # fmt: skip
+    return lines
 
 
 def show(context, rows):
     print(f"Context {context}, times in ms per token:")
-    cli.table(COLUMNS, [table_line(row) for row in rows])
+    cli.table(COLUMNS, table_lines(rows, lambda row: row["status"]))
+    if unresolved(rows):
+        print(UNRESOLVED)
     for row in rows:
         if row["status"] != common.PASSED:
             print(f"rung {row['case']['rung']} {row['status']}: {row['reason']}")
@@ -266,18 +292,16 @@ def verdict(results):
 def main():
     parser = cli.parser(__doc__, "DTYPE", "SEED", "RESULTS_DIR")
     common.add_model_argument(parser)
-    parser.add_argument("--contexts", type=common.number_list, default=CONTEXTS, help="prompt lengths")
+    common.add_numbers_argument(parser, "--contexts", CONTEXTS, "prompt lengths")
     parser.add_argument("--new-tokens", type=int, default=24, help="tokens per run")
-    parser.add_argument("--rounds", type=int, default=3, help="timed runs of each rung")
+    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each rung")
     parser.add_argument("--profile-steps", type=int, default=4, help="decode steps in the trace of each rung")
-    parser.add_argument(
-        "--static-contexts", type=common.number_list, default=[128], help="contexts at which rung 0s is compiled"
-    )
-    parser.add_argument("--rungs", default=",".join(rung.number for rung in RUNGS), help="which rungs")
+    common.add_numbers_argument(parser, "--static-contexts", [128], "contexts at which rung 0s is compiled")
+    common.add_choices_argument(parser, "--rungs", {rung.number: rung.name for rung in RUNGS}, "which rungs")
     args = parser.parse_args()
     cli.header("further step", "The decode ladder: what each idea buys, on the same work")
     device, dtype = common.resolve(args)
-    rungs = [rung for rung in RUNGS if rung.number in args.rungs.split(",")]
+    rungs = [rung for rung in RUNGS if rung.number in args.rungs]
     model = load_model(args.model_path, dtype=dtype, device=device)
     if not torch.cuda.is_available():
         ok = check_tiny(rungs, model, args)

@@ -157,7 +157,7 @@ COLUMNS = ("cache_len", "contender", "GPU us", "call us", "GB/s", "memory MB", "
 
 def main():
     parser = cli.parser(__doc__, "DTYPE", "SEED", "WARMUP", "RESULTS_DIR")
-    parser.add_argument("--lengths", type=common.number_list, default=LENGTHS, help="cache lengths, comma-separated")
+    common.add_numbers_argument(parser, "--lengths", LENGTHS, "cache lengths")
     parser.add_argument("--samples", type=int, default=config.ITERATIONS, help="timed samples per row")
     args = parser.parse_args()
     cli.header("further step", "One decode step of one layer with its cache: Triton against plain PyTorch")

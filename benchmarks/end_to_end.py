@@ -189,7 +189,10 @@ def add_runs(results, case, runs, first_call_ms, floor_ms, peak_memory_bytes):
     )  # fmt: skip
 
 
-COLUMNS = ("contender", "TTFT ms", "ms/token", "tokens/s", "% of floor", "total ms", "memory MB", "first call ms")
+COLUMNS = (
+    "contender", "TTFT ms", "ms/token", "min to max", "tokens/s", "% of floor", "total ms", "memory MB",
+    "first call ms",
+)  # fmt: skip
 
 
 def show(rows):
@@ -197,12 +200,12 @@ def show(rows):
     lines = []
     for row in rows:
         if row["status"] != common.PASSED:
-            lines.append((row["case"]["contender"], row["status"], *["-"] * 6))
+            lines.append((row["case"]["contender"], row["status"], *["-"] * (len(COLUMNS) - 2)))
             continue
         lines.append((
-            row["case"]["contender"], f"{row['ttft_ms']:.1f}", f"{row['median_ms']:.3f}", f"{row['tokens_per_s']:.0f}",
-            f"{100 * row['share_of_floor']:.0f}", f"{row['total_ms']:.0f}", f"{row['peak_memory_bytes'] / 1e6:.0f}",
-            f"{row['first_call_ms']:.0f}",
+            row["case"]["contender"], f"{row['ttft_ms']:.1f}", f"{row['median_ms']:.3f}", common.spread(row),
+            f"{row['tokens_per_s']:.0f}", f"{100 * row['share_of_floor']:.0f}", f"{row['total_ms']:.0f}",
+            f"{row['peak_memory_bytes'] / 1e6:.0f}", f"{row['first_call_ms']:.0f}",
         ))  # fmt: skip
     cli.table(COLUMNS, lines)
     for row in rows:

@@ -1,15 +1,16 @@
 """Registers, spills, shared memory and occupancy of each kernel on GPUs that need not be here.
 
 Kernels are compiled ahead of time with the very arguments of a launch (kernels/aot.py). Spilled registers live in local
-memory: a kernel whose one job is to read memory fast should have none. The decode kernel is compiled over BLOCK_T with
-the wrapper's own limit on shared memory lifted, so that the table shows what each tile would take, up to the largest
-that the wrapper ever chooses; occupancy 0 means that a block does not fit the GPU at all.
+memory: a kernel whose one job is to read memory fast should have none. The decode kernel is compiled for a short and a
+long cache and for grouped heads, over config.BLOCK_T up to the tile that the wrapper takes there; occupancy 0 means
+that a block does not fit the GPU at all.
 """
 
+import argparse
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,9 +31,20 @@ import config
 from kernels.aot import compile_only
 from kernels.device import SHARED_MEMORY
 
-CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (12, 0))
 BLOCK_TS = [16, 32, 64, 128, 256]
 KERNELS = ("decode", "flash", "fused")
+
+
+class DecodeCase(NamedTuple):
+    """A layer and the length of its cache: both decide the tile that the wrapper takes."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    cache_len: int
+
+
+DECODE_CASES = (DecodeCase(32, 32, 96, 4096), DecodeCase(32, 32, 96, 65536), DecodeCase(32, 8, 128, 4096))
 
 
 class Limits(NamedTuple):
@@ -75,13 +87,17 @@ def half(*shape):
     return torch.empty(shape, dtype=torch.float16)
 
 
-def launch_decode(block_t):
-    """The decode kernel on one Phi-3 Mini layer."""
-    from kernels.decode_attention_wrapper import decode_attention
+def launch_decode(case, block_t):
+    """The decode kernel on a DecodeCase with at most ``block_t`` keys per tile -> the tile that the wrapper took."""
+    from kernels.decode_attention_wrapper import choose_launch, decode_attention
+    from kernels.device import device_info
 
     config.BLOCK_T = block_t
-    cache = half(1, 32, 4096, 96)
-    decode_attention(half(1, 32, 96), cache, cache, 4096)
+    heads, kv_heads, head_dim, length = case
+    cache = half(1, kv_heads, length, head_dim)
+    decode_attention(half(1, heads, head_dim), cache, cache, length)
+    device = device_info(cache.device)
+    return choose_launch(1, kv_heads, heads // kv_heads, head_dim, 2, length, device, block_t=block_t).block_t
 
 
 def launch_flash():
@@ -110,54 +126,56 @@ def launch_rope_attention():
     rope_attention(half(3 * 32 * 96), table, table, torch.zeros(1, dtype=torch.int32), cache, cache, out, workspace)
 
 
+class Launch(NamedTuple):
+    """What ``function()`` launches; cache_len and the BLOCK_T asked for belong to decode attention alone."""
+
+    what: str
+    function: Callable
+    cache_len: int | None = None
+    block_t: int | None = None
+
+
 def launches(kernels, block_ts):
-    """(what, BLOCK_T or None, function that launches it) for everything that is asked for."""
+    """A Launch for everything that is asked for."""
     found = []
     if "decode" in kernels:
-        found += [("decode attention", block_t, partial(launch_decode, block_t)) for block_t in block_ts]
+        for case in DECODE_CASES:
+            what = f"decode attention {case.num_heads}/{case.num_kv_heads} D={case.head_dim}"
+            found += [Launch(what, partial(launch_decode, case, size), case.cache_len, size) for size in block_ts]
     if "flash" in kernels:
-        found.append(("prefill attention", None, launch_flash))
+        found.append(Launch("prefill attention", launch_flash))
     if "fused" in kernels:
         norm = {"gain": half(3072), "eps": 1e-5}
         found += [
-            ("norm + QKV projection", None, partial(launch_matvec, 9216, 3072, **norm)),
-            ("RoPE + attention", None, launch_rope_attention),
-            ("O projection", None, partial(launch_matvec, 3072, 3072, residual=True)),
-            ("norm + gate, up", None, partial(launch_matvec, 16384, 3072, gated=True, **norm)),
-            ("down projection", None, partial(launch_matvec, 3072, 8192, residual=True)),
-            ("norm + LM head", None, partial(launch_matvec, 32064, 3072, **norm)),
+            Launch("norm + QKV projection", partial(launch_matvec, 9216, 3072, **norm)),
+            Launch("RoPE + attention", launch_rope_attention),
+            Launch("O projection", partial(launch_matvec, 3072, 3072, residual=True)),
+            Launch("norm + gate, up", partial(launch_matvec, 16384, 3072, gated=True, **norm)),
+            Launch("down projection", partial(launch_matvec, 3072, 8192, residual=True)),
+            Launch("norm + LM head", partial(launch_matvec, 32064, 3072, **norm)),
         ]
     return found
 
 
-@contextmanager
-def any_shared_memory(capability):
-    """Within the block launch choices see no limit on shared memory: the tile asked for is the tile compiled."""
-    before = SHARED_MEMORY[capability]
-    SHARED_MEMORY[capability] = 2**30
-    try:
-        yield
-    finally:
-        SHARED_MEMORY[capability] = before
-
-
 def compile_for(capability, kernels, block_ts):
     """Compile for one GPU -> result rows as dictionaries. Runs in a process of its own."""
-    rows, before = [], None
-    for what, block_t, launch in launches(kernels, block_ts):
-        case = {"capability": "{}.{}".format(*capability), "what": what, "block_t": block_t}
+    rows, seen = [], set()
+    for what, function, cache_len, block_t in launches(kernels, block_ts):
+        case = {
+            "capability": "{}.{}".format(*capability), "what": what, "cache_len": cache_len, "block_t": block_t,
+        }  # fmt: skip
         try:
-            lifted = any_shared_memory(capability) if block_t is not None else nullcontext()
-            with lifted, compile_only(capability) as compiled:
-                launch()
+            with compile_only(capability) as compiled:
+                case["block_t"] = function()
         except Exception as error:
             # One kernel that does not compile for one GPU is a finding, not the end of the table.
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             rows.append({"case": {**case, "kernel": "-"}, "status": common.SKIPPED, "reason": reason})
             continue
-        if block_t is not None and compiled == before:
+        launched = what, cache_len, case["block_t"]
+        if launched in seen:
             continue  # the wrapper takes no larger tile than the one before, whatever config.BLOCK_T says
-        before = compiled
+        seen.add(launched)
         for kernel in dict.fromkeys(compiled):
             share, limit = occupancy(capability, kernel.registers, kernel.shared_memory, kernel.num_warps)
             rows.append({
@@ -166,6 +184,18 @@ def compile_for(capability, kernels, block_ts):
                 "num_warps": kernel.num_warps, "occupancy": share, "limited_by": limit,
             })  # fmt: skip
     return rows
+
+
+def merged(rows):
+    """``rows`` for a table: those that differ in the length of the cache alone are one, with all their lengths."""
+    found = {}
+    for row in rows:
+        case = {key: value for key, value in row["case"].items() if key != "cache_len"}
+        key = str((case, {name: value for name, value in row.items() if name != "case"}))
+        found.setdefault(key, ({**row, "case": case}, []))[1].append(row["case"].get("cache_len"))
+    for row, lengths in found.values():
+        row["case"]["cache_len"] = ", ".join(str(length) for length in lengths if length is not None)
+    return [row for row, _ in found.values()]
 
 
 def largest_without_spills(rows):
@@ -181,12 +211,28 @@ def largest_without_spills(rows):
     }
 
 
-COLUMNS = ("GPU", "what", "kernel", "BLOCK_T", "registers", "spill B", "shared B", "warps", "occupancy %", "limited by")
+def verdict(rows):
+    """How many kernels are as they should be, and decode attention's tiles among them."""
+    passed = [row for row in rows if row["status"] == common.PASSED]
+    good = [row for row in passed if row["spill_bytes"] == 0 and row["occupancy"] > 0]
+    text = f"{len(good)} of {len(passed)} compiled kernels fit without spills"
+    largest = largest_without_spills(rows)
+    if largest:
+        tiles = ", ".join(f"sm_{c.replace('.', '')}: {block_t or 'none'}" for c, block_t in largest.items())
+        text += f"; the largest decode tile among them, in keys: {tiles}"
+    return text
+
+
+COLUMNS = (
+    "GPU", "what", "cache", "kernel", "BLOCK_T", "registers", "spill B", "shared B", "warps", "occupancy %",
+    "limited by",
+)  # fmt: skip
 
 
 def table_line(row):
     case = row["case"]
-    head = (f"sm_{case['capability'].replace('.', '')}", case["what"], case["kernel"], case["block_t"] or "")
+    gpu = f"sm_{case['capability'].replace('.', '')}"
+    head = (gpu, case["what"], case["cache_len"], case["kernel"], case["block_t"] or "")
     if row["status"] != common.PASSED:
         return (*head, row["status"], "-", "-", "-", "-", row["reason"])
     return (
@@ -197,18 +243,19 @@ def table_line(row):
 
 def capability(text):
     """argparse type: ``8.9`` -> (8, 9)."""
-    found = tuple(int(part) for part in text.split("."))
-    if found not in LIMITS:
-        raise ValueError(text)
-    return found
+    names = {"{}.{}".format(*known): known for known in LIMITS}
+    if text not in names:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+    return names[text]
 
 
 def main():
     parser = cli.parser(__doc__, "RESULTS_DIR")
-    parser.add_argument("--capabilities", nargs="+", type=capability, default=list(CAPABILITIES), help="such as 8.9")
-    parser.add_argument("--block-t", type=common.number_list, default=BLOCK_TS, help="values of config.BLOCK_T")
+    parser.add_argument("--capabilities", nargs="+", type=capability, help="such as 7.5 8.9; all known ones by default")
+    common.add_numbers_argument(parser, "--block-t", BLOCK_TS, "values of config.BLOCK_T")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="which kernels")
     args = parser.parse_args()
+    args.capabilities = args.capabilities or list(LIMITS)
     print(f"[further step] What each kernel takes on each GPU, compiled ahead of time, nothing run\n{cli.machine()}\n")
     results = common.Results("kernel_resources", vars(args), "compiled ahead of time, not run")
     compile_one = partial(compile_for, kernels=args.kernels, block_ts=args.block_t)
@@ -220,12 +267,10 @@ def main():
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
             found = pool.map(compile_one, args.capabilities)
             results.rows = [row for rows in common.progress(found, "compiling") for row in rows]
-    cli.table(COLUMNS, [table_line(row) for row in results.rows])
+    cli.table(COLUMNS, [table_line(row) for row in merged(results.rows)])
     print(f"results: {results.write_as('compiled', args.results_dir)}")
-    largest = largest_without_spills(results.rows)
-    text = ", ".join(f"sm_{c.replace('.', '')}: {block_t}" for c, block_t in largest.items())
     ok = any(row["status"] == common.PASSED for row in results.rows)
-    return cli.verdict(ok, f"largest BLOCK_T that fits without spills: {text}" if largest else "compiled")
+    return cli.verdict(ok, verdict(results.rows))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import common, counts
+from benchmarks import common, counts, decode_ladder
 
 # isort: split
 import cli
@@ -61,16 +61,19 @@ def finish(figure, content, title, path):
 
 
 def draw_ladder(content, path):
-    """A waterfall at the first context: what is left of the time per token, and what each rung took away."""
+    """A waterfall at the first context: what is left of the time per token with the range of its runs, and what each
+    rung took away."""
     context = content["rows"][0]["case"]["context"]
     rows = [row for row in passed(content) if row["case"]["context"] == context]
+    noise = decode_ladder.unresolved(rows)
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(WIDTH_INCHES, 0.42 * len(rows) + 1.5), layout="constrained")
     for y, row in enumerate(rows):
         wall, bought = row["median_ms"], row["bought_ms"]
         axes.barh(y, wall, color=SKY if row["case"]["rung"] == "0s" else BLUE, height=0.62)
         axes.barh(y, max(bought, 0), left=wall, color="#DDDDDD", height=0.62)
-        change = f"  ({-bought:+.2f})" if y else ""
+        axes.plot([min(row["samples_ms"]), max(row["samples_ms"])], [y, y], color="black", linewidth=1, marker="|")
+        change = f"  ({-bought:+.2f}{' ~' if row['case']['rung'] in noise else ''})" if y else ""
         axes.text(1.01, y, f"{wall:.2f} ms{change}", va="center", fontsize=9, transform=axes.get_yaxis_transform())
     floor = rows[-1]["floor_ms"]
     axes.axvline(floor, color=FLOOR_COLOR, linestyle="--", linewidth=1)
@@ -78,7 +81,10 @@ def draw_ladder(content, path):
     axes.set_yticks(range(len(rows)), [f"{row['case']['rung']}  {row['case']['name']}" for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(left=0)
-    axes.set_xlabel("ms per token; grey: saved against the rung before (0s: against rung 0)")
+    axes.set_xlabel(
+        "ms per token; line: range of the runs; grey: saved against the rung before (0s: against rung 0)\n"
+        + decode_ladder.UNRESOLVED
+    )
     return finish(
         figure, content, f"The decode ladder: {content['configuration']['model_path']}, context {context}", path
     )

@@ -211,8 +211,8 @@ COLUMNS = ("S", "pass", "triton ms", "std", "TFLOP/s", "memory MB", "best ms", "
 
 def main():
     parser = cli.parser(__doc__, "DTYPE", "SEED", "RESULTS_DIR")
-    parser.add_argument("--lengths", type=common.number_list, default=LENGTHS, help="sequence lengths")
-    parser.add_argument("--shapes", type=common.number_list, default=[0, 1], help="which of the two shapes, by index")
+    common.add_numbers_argument(parser, "--lengths", LENGTHS, "sequence lengths")
+    common.add_shapes_argument(parser, SHAPES)
     parser.add_argument("--samples", type=int, default=30, help="timed calls per row")
     args = parser.parse_args()
     cli.header("further step", "Prefill attention, forward and backward: Triton against SDPA")

@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common, compare_decode_latency, decode_ladder, plots, roofline
+from benchmarks import kernel_resources as resources
 
 # isort: split
 import cli
@@ -38,8 +39,13 @@ def by_status(row, cells):
     """``cells()``, or, for a row that was not measured, its status in their place."""
     if row["status"] == common.PASSED:
         return cells()
+    return [status_text(row)]
+
+
+def status_text(row):
+    """Why a row has no times, as a cell."""
     reason = f": {row['reason']}" if row.get("reason") else ""
-    return [f"{row['status']}{reason}".replace("|", "/")]
+    return f"{row['status']}{reason}".replace("|", "/")
 
 
 def padded(cells, width):
@@ -60,7 +66,7 @@ def caption(content):
 
 
 def headline(content):
-    """The ladder's ends at its first context."""
+    """The ladder's ends at its first context, each against rung 0 and against the fastest Hugging Face rung."""
     context = content["rows"][0]["case"]["context"]
     rows = [row for row in plots.passed(content) if row["case"]["context"] == context]
     base = next((row for row in rows if row["case"]["rung"] == "0"), None)
@@ -70,16 +76,23 @@ def headline(content):
     best = min(chain, key=lambda row: row["median_ms"])
     chosen = [row for row in rows if row["case"]["rung"] in ("0", "0s", "3")]
     chosen += [] if best in chosen else [best]
+    hugging_face = [row for row in rows if row["case"]["rung"] in ("0", "0s")]
+    fastest = min(hugging_face, key=lambda row: row["median_ms"])
+    bases = [base] if fastest is base else [base, fastest]
     lines = [
         (
-            f"{row['case']['rung']}: {row['case']['name']}", f"{row['median_ms']:.2f}", f"{row['tokens_per_s']:.0f}",
-            f"{base['median_ms'] / row['median_ms']:.1f}x", f"{100 * row['share_of_floor']:.0f} %",
+            f"{row['case']['rung']}: {row['case']['name']}", f"{row['median_ms']:.2f}", common.spread(row),
+            f"{row['tokens_per_s']:.0f}", *(f"{one['median_ms'] / row['median_ms']:.1f}x" for one in bases),
+            f"{100 * row['share_of_floor']:.0f} %",
         )
         for row in chosen
     ]  # fmt: skip
+    columns = (
+        "rung", "ms/token", "min to max", "tokens/s", *(f"speed-up over rung {one['case']['rung']}" for one in bases),
+        "of the floor's speed",
+    )  # fmt: skip
     model = content["configuration"]["model_path"].removeprefix("random:")
-    table = markdown(("rung", "ms/token", "tokens/s", "speed-up", "of the floor's speed"), lines)
-    return f"{model}, {content['configuration']['dtype']}, batch 1, context {context}:\n\n{table}"
+    return f"{model}, {content['configuration']['dtype']}, batch 1, context {context}:\n\n{markdown(columns, lines)}"
 
 
 def lessons(content):
@@ -92,16 +105,17 @@ def lessons(content):
     if len(rows) < 2:
         return "The ladder has too few rungs to compare."
     first, last = rows[0], rows[-1]
-    saved = first["median_ms"] - last["median_ms"]
+    saved, noise = first["median_ms"] - last["median_ms"], decode_ladder.unresolved(rows)
     lines = [
         f"- {first['case']['name']} at context {context}: {first['median_ms']:.2f} ms per token, of which the GPU "
         f"works {first['gpu_busy_ms']:.2f} ms and waits {first['gpu_idle_ms']:.2f} ms."
     ]
     for row in rows[1:]:
         share = 100 * row["bought_ms"] / saved
+        doubt = ", not resolved: the runs overlap" if row["case"]["rung"] in noise else ""
         lines.append(
             f"- Rung {row['case']['rung']}, {row['case']['name']}: {-row['bought_ms']:+.2f} ms "
-            f"({share:.0f} % of all that the ladder saves); launches per token: {row['launches_per_token']:.0f}."
+            f"({share:.0f} % of all that the ladder saves{doubt}); launches per token: {row['launches_per_token']:.0f}."
         )
     lines.append(
         f"- What is left: {last['median_ms']:.2f} ms against a floor of {last['floor_ms']:.2f} ms "
@@ -115,12 +129,11 @@ def ladder(content):
     for context in dict.fromkeys(row["case"]["context"] for row in content["rows"]):
         rows = [row for row in content["rows"] if row["case"]["context"] == context]
         floor = next((row["floor_ms"] for row in rows if "floor_ms" in row), None)
-        columns, lines = decode_ladder.COLUMNS, []
-        for row in rows:
-            line = by_status(row, lambda row=row: decode_ladder.table_line(row)[2:])
-            lines.append((row["case"]["rung"], row["case"]["name"], *padded(line, len(columns) - 2)))
+        table = markdown(decode_ladder.COLUMNS, decode_ladder.table_lines(rows, status_text))
         title = f"Context {context}" + (f", floor {floor:.3f} ms per token" if floor else "")
-        parts.append(f"{title} (times in ms per token):\n\n{markdown(columns, lines)}")
+        parts.append(f"{title} (times in ms per token):\n\n{table}")
+        if decode_ladder.unresolved(rows):
+            parts.append(decode_ladder.UNRESOLVED)
     return "\n\n".join(parts)
 
 
@@ -128,12 +141,13 @@ def end_to_end(content):
     lines = []
     for row in content["rows"]:
         cells = by_status(row, lambda row=row: [
-            f"{row['ttft_ms']:.1f}", f"{row['median_ms']:.2f}", f"{row['tokens_per_s']:.0f}",
+            f"{row['ttft_ms']:.1f}", f"{row['median_ms']:.2f}", common.spread(row), f"{row['tokens_per_s']:.0f}",
             f"{100 * row['share_of_floor']:.0f} %", f"{row['peak_memory_bytes'] / 1e6:.0f}",
         ])  # fmt: skip
-        lines.append((row["case"]["contender"], *padded(cells, 5)))
+        lines.append((row["case"]["contender"], *padded(cells, 6)))
     case = content["rows"][0]["case"]
-    table = markdown(("", "first token, ms", "ms/token", "tokens/s", "of the floor's speed", "memory MB"), lines)
+    columns = ("", "first token, ms", "ms/token", "min to max", "tokens/s", "of the floor's speed", "memory MB")
+    table = markdown(columns, lines)
     return f"Prompt of {case['prompt']}, {case['new_tokens']} new tokens:\n\n{table}"
 
 
@@ -231,7 +245,9 @@ def kernel_resources(content):
         lines = []
         for row in rows:
             case = row["case"]
-            what = case["what"] + (f", BLOCK_T={case['block_t']}" if case["block_t"] else "")
+            what = case["what"]
+            if case["block_t"]:
+                what += f", BLOCK_T={case['block_t']}, cache {case['cache_len']}"
             cells = by_status(row, lambda row=row: [
                 str(row["registers"]), str(row["spill_bytes"]), f"{row['shared_memory_bytes'] / 1024:.1f}",
                 str(row["num_warps"]), f"{100 * row['occupancy']:.0f} %", row["limited_by"],
@@ -240,8 +256,9 @@ def kernel_resources(content):
         columns = ("GPU", "what", "kernel", "registers", "spill B", "shared KiB", "warps", "occupancy", "limited by")
         return markdown(columns, lines)
 
-    swept = [row for row in content["rows"] if row["case"]["block_t"] is not None]
-    others = [row for row in content["rows"] if row["case"]["block_t"] is None]
+    rows = resources.merged(content["rows"])
+    swept = [row for row in rows if row["case"]["block_t"] is not None]
+    others = [row for row in rows if row["case"]["block_t"] is None]
     return "\n\n".join([table(swept)] + ([folded("Other kernels", table(others))] if others else []))
 
 
@@ -331,7 +348,12 @@ def main():
         )
         for line in list(difference)[:40]:
             print(line)
-        return cli.verdict(text == rendered, f"{tables} tables of {args.readme.name} compared with {root.name}/")
+        both = zip(MARKER.finditer(text), MARKER.finditer(rendered), strict=True)
+        differing = [old["name"] for old, new in both if old["body"] != new["body"]]
+        if differing:
+            names = ", ".join(differing)
+            return cli.verdict(False, f"tables of {args.readme.name} that differ from {root.name}/: {names}")
+        return cli.verdict(True, f"{tables} tables of {args.readme.name} agree with {root.name}/")
     args.readme.write_text(rendered, encoding="utf-8")
     return cli.verdict(True, f"{tables} tables of {args.readme.name} written from {root.name}/")
 

@@ -5,6 +5,8 @@ time per token is bytes / bandwidth. Bandwidths are the vendors' figures; what a
 less (the other benchmarks measure it; where a GPU is present its measured row is added here).
 """
 
+import argparse
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,7 +77,7 @@ def floor(gpu, model, model_config, contexts, itemsize=2):
 def shape_of(model):
     """The config of a checkpoint; of a preset its sizes alone, which need no transformers that can run it."""
     preset = PRESETS.get(model.removeprefix("random:"))
-    if not model.startswith("random:") or preset is None:
+    if preset is None:
         return load_config(model)
     return SimpleNamespace(**{"tie_word_embeddings": False, **preset})
 
@@ -109,22 +111,39 @@ def table_lines(found):
     return lines
 
 
+def own_gpu(text):
+    """argparse type: ``RTX 4070=504,12`` -> Gpu; without the memory every model fits."""
+    name, _, numbers = text.partition("=")
+    try:
+        bandwidth, *memory = (float(part) for part in numbers.split(","))
+        memory_gib = memory[0] if memory else math.inf
+        if not name or len(memory) > 1 or not 0 < bandwidth < math.inf or not memory_gib > 0:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected NAME=GB/s[,GB], such as 'RTX 4070=504,12', got {text!r}") from None
+    return Gpu(name, memory_gib, bandwidth, "--gpu")
+
+
 def main():
     parser = cli.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="presets or checkpoint directories")
-    parser.add_argument("--contexts", type=common.number_list, default=CONTEXTS, help="context lengths")
+    parser.add_argument(
+        "--gpu", type=own_gpu, action="append", metavar="NAME=GB/s[,GB]", help="one more GPU: bandwidth and memory"
+    )
+    common.add_numbers_argument(parser, "--contexts", CONTEXTS, "context lengths")
     args = parser.parse_args()
     print(f"[further step] The least time per token that memory allows, by GPU (float16, batch 1)\n{cli.machine()}\n")
-    gpus = GPUS
+    gpus = (*GPUS, *(args.gpu or ()))
     if torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        measured = Gpu(torch.cuda.get_device_name(), memory / 2**30, common.read_bandwidth_gb_per_s(), "measured here")
-        gpus = (*GPUS, measured._replace(bandwidth_gb_per_s=round(measured.bandwidth_gb_per_s)))
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        measured = Gpu(torch.cuda.get_device_name(), total / 2**30, common.read_bandwidth_gb_per_s(), "measured here")
+        gpus = (*gpus, measured._replace(bandwidth_gb_per_s=round(measured.bandwidth_gb_per_s)))
     found = floors(gpus, args.models, args.contexts)
     cli.table(columns(args.contexts), table_lines(found))
     print(f"ms per token by context; needs GiB and tokens/s at {args.contexts[0]}, with 1 GB of reserve.")
     for gpu in gpus:
-        print(f"{gpu.name}: {gpu.bandwidth_gb_per_s:g} GB/s, {gpu.memory_gib:.0f} GiB. Source: {gpu.source}")
+        memory = f"{gpu.memory_gib:.0f} GiB" if gpu.memory_gib < math.inf else "memory not given"
+        print(f"{gpu.name}: {gpu.bandwidth_gb_per_s:g} GB/s, {memory}. Source: {gpu.source}")
     return cli.verdict(True, "arithmetic only, nothing was timed")
 
 

@@ -20,9 +20,10 @@ def test_without_a_gpu_no_times_and_no_file(no_gpu, capsys, script, flags):
     assert list(no_gpu.folder.iterdir()) == []
 
 
-def test_steps_5_and_6_measure_the_same_work(fake_gpu):
+def test_steps_5_and_6_measure_the_same_work(fake_gpu, capsys):
     assert fake_gpu.run(baseline_latency, *SMALL)
     assert fake_gpu.run(generate_latency, *SMALL, "--paths", "prealloc", "graph")
+    assert capsys.readouterr().out.count("min to max") == 2
     rows = fake_gpu.rows("baseline_latency") + fake_gpu.rows("generate_latency")
     dynamic, static, prealloc, graph = rows
     measured = [dynamic, prealloc]

@@ -36,6 +36,26 @@ def test_a_row_that_no_longer_passes_is_a_regression(monkeypatch, tmp_path, caps
     assert compare(monkeypatch, tmp_path / "b/fake-gpu-9000", before.parent)  # a new row is none
 
 
+def test_a_missing_row_is_a_regression_if_it_passed(monkeypatch, tmp_path, capsys):
+    before = write_ladder(tmp_path / "a", {"0": 30.0, "1": 20.0, "2": None})
+    assert not compare(monkeypatch, before, write_ladder(tmp_path / "b", {"0": 30.0}))
+    output = capsys.readouterr().out
+    assert "rung 1, name own loop, torch.cat cache: missing" in output and "FAIL: 1 regression," in output
+    assert compare(monkeypatch, before, write_ladder(tmp_path / "c", {"0": 30.0, "1": 20.0}))
+    assert "PASS: 0 regressions," in capsys.readouterr().out
+
+
+def test_a_missing_file_is_a_regression_and_a_new_one_is_not(monkeypatch, tmp_path, capsys):
+    before = write_ladder(tmp_path / "a", {"0": 30.0}).parent
+    after = write_ladder(tmp_path / "b", {"0": 60.0}).parent
+    (before / "other.json").write_text((before / "decode_ladder.json").read_text())
+    assert not compare(monkeypatch, before, after)
+    output = capsys.readouterr().out
+    assert f"other.json: missing in {after}" in output and "FAIL: 2 regressions," in output
+    (after / "decode_ladder.json").write_text((before / "decode_ladder.json").read_text())
+    assert compare(monkeypatch, after, before)
+
+
 def test_different_scripts_cannot_be_compared(tmp_path):
     one = common.load_results(write_ladder(tmp_path, {"0": 30.0}))
     other = copy.deepcopy(one) | {"script": "other"}
@@ -47,3 +67,10 @@ def test_compare_wants_two_files_or_two_folders(monkeypatch, tmp_path):
     path = write_ladder(tmp_path, {"0": 30.0})
     with pytest.raises(cli.UsageError, match="two files or two folders"):
         compare(monkeypatch, path, tmp_path)
+
+
+@pytest.mark.parametrize("there_first", [True, False])
+def test_a_path_that_is_not_there(monkeypatch, tmp_path, there_first):
+    paths = [tmp_path, tmp_path / "nowhere"]
+    with pytest.raises(cli.UsageError, match="nowhere does not exist"):
+        compare(monkeypatch, *(paths if there_first else reversed(paths)))

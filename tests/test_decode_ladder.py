@@ -92,6 +92,29 @@ def test_a_rung_that_raises_is_a_row_with_its_reason(monkeypatch, fake_gpu, host
     assert row["status"] == status and str(error) in row["reason"]
 
 
+def test_five_rounds_by_default(fake_gpu, host_rungs):
+    flags = [*SMALL[:4], *SMALL[6:]]  # without --rounds
+    assert fake_gpu.run(script, *flags, "--rungs", "2")
+    assert [len(row["samples_ms"]) for row in fake_gpu.rows("decode_ladder")] == [5]
+
+
+def test_the_table_shows_the_spread_and_marks_what_noise_may_explain(capsys):
+    def row(number, *samples):
+        row = {"case": {"rung": number, "name": "n"}, "status": common.PASSED if samples else common.SKIPPED}
+        names = ("tokens_per_s", "share_of_floor", "gpu_busy_ms", "gpu_idle_ms", "kernels_per_token")
+        row |= dict.fromkeys((*names, "launches_per_token"), 1.0) | {"reason": "absent"}
+        return row | ({"median_ms": sorted(samples)[1], "samples_ms": list(samples)} if samples else {})
+
+    rows = [row("0", 80.7, 27.8, 31.8), row("0s", 4.5, 6.4, 4.6), row("1", 25, 24, 29), row("2"), row("4", 5.3, 5, 6)]
+    script.add_bought(rows)
+    assert script.unresolved(rows) == {"1"}  # "0s" and "4" are faster in each run than what they are held against
+    script.show(128, rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert "27.80 to 80.70" in lines[3] and "24.00 to 29.00" in lines[5]
+    assert [line.endswith("~") for line in lines[3:8]] == [False, False, True, False, False]
+    assert script.UNRESOLVED in lines
+
+
 def test_what_the_rungs_bought_adds_up_over_gaps():
     def row(number, wall):
         status = common.PASSED if wall else common.SKIPPED

@@ -39,7 +39,7 @@ def test_round_trip(monkeypatch, tmp_path, readme, capsys):
     assert run(monkeypatch, *flags)
     text = readme.read_text()
     assert "stale" not in text and "prose stays" in text
-    assert "| 6: programmatic dependent launch | 2.00 | 500 | 15.0x | 75 % |" in text
+    assert "| 6: programmatic dependent launch | 2.00 | 1.80 to 2.40 | 500 | 15.0x | 75 % |" in text
     assert "| 0s | HF generate, StaticCache + torch.compile | SKIPPED: no such GPU / here | - |" in text
     assert "Fake GPU 9000, driver 1.0" in text
     assert run(monkeypatch, *flags, "--check")
@@ -47,12 +47,67 @@ def test_round_trip(monkeypatch, tmp_path, readme, capsys):
     assert readme.read_text() == text  # writing twice changes nothing
 
 
-def test_check_notices_a_figure_changed_by_hand(monkeypatch, tmp_path, readme):
+def test_check_notices_a_figure_changed_by_hand(monkeypatch, tmp_path, readme, capsys):
     write_ladder(tmp_path, {"0": 30.0, "1": 20.0})
     flags = ("--readme", readme, "--results-dir", tmp_path)
     run(monkeypatch, *flags)
-    readme.write_text(readme.read_text().replace("20.00", "12.00"))
-    assert not run(monkeypatch, *flags, "--check")
+    capsys.readouterr()
+    text = readme.read_text()
+    changes = (("20.00 |", "headline"), ("20.000 |", "decode_ladder"), ("20.00", "headline, decode_ladder"))
+    for changed, names in changes:
+        assert changed in text
+        readme.write_text(text.replace(changed, changed.replace("20", "12")))
+        assert not run(monkeypatch, *flags, "--check")
+        assert capsys.readouterr().out.strip().endswith(f"/: {names}")
+    readme.write_text(text)
+    assert run(monkeypatch, *flags, "--check")
+
+
+def test_the_headline_holds_against_hugging_faces_fastest_row_too(tmp_path):
+    write_ladder(tmp_path, {"0": 30.0, "0s": 6.0, "1": 20.0, "6": 2.0})
+    text = report.build("headline", tmp_path, tmp_path)
+    assert "| speed-up over rung 0 | speed-up over rung 0s |" in text
+    assert "| 1.80 to 2.40 | 500 | 15.0x | 3.0x |" in text
+    assert "| 27.00 to 36.00 | 33 | 1.0x | 0.2x |" in text
+
+
+def test_the_ladders_table_has_the_spread_and_marks_what_is_not_resolved(tmp_path):
+    write_ladder(tmp_path, {"0": 30.0, "0s": None, "1": 29.0, "4": 5.0})
+    text = report.build("decode_ladder", tmp_path, tmp_path)
+    assert "| 30.000 | 27.00 to 36.00 |" in text
+    assert "| 1.000 ~ |" in text and "| 24.000 |" in text and "~: not resolved" in text
+    assert "| bought |" in text and "---: |\n" in text  # the mark leaves the column to the right
+    lessons = report.build("lessons", tmp_path, tmp_path)
+    assert lessons.count("not resolved") == 1 and "-1.00 ms (4 % of all that the ladder saves, not resolved" in lessons
+    write_ladder(tmp_path, {"0": 30.0, "1": 20.0})
+    assert "~" not in report.build("decode_ladder", tmp_path, tmp_path)
+
+
+def test_the_end_to_end_table_has_the_spread(tmp_path):
+    results = common.Results("generate_latency", {}, "by hand")
+    case = {"contender": "phi-triton, fused", "prompt": 128, "new_tokens": 8}
+    results.add(
+        case, timing=timing(2.0), ttft_ms=30.0, tokens_per_s=500.0, share_of_floor=0.75, peak_memory_bytes=10**6
+    )
+    results.add({**case, "contender": "phi-triton, graph"}, common.SKIPPED, reason="none")
+    results.write_as(GPU, tmp_path)
+    text = report.build("generate_latency", tmp_path, tmp_path)
+    assert "| ms/token | min to max |" in text and "| 2.00 | 1.80 to 2.40 | 500 | 75 % | 1 |" in text
+    widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+    assert len(widths) == 1
+
+
+def test_kernel_resources_have_no_row_twice(tmp_path):
+    results = common.Results("kernel_resources", {}, "by hand")
+    numbers = {"registers": 100, "spill_bytes": 0, "shared_memory_bytes": 2048, "num_warps": 4, "occupancy": 0.5}
+    for cache_len, block_t in ((4096, 32), (65536, 32), (65536, 64), (None, None)):
+        case = {"capability": "9.0", "what": "w", "cache_len": cache_len, "block_t": block_t, "kernel": "k"}
+        results.add(case, **numbers, limited_by="registers")
+    results.write_as("compiled", tmp_path)
+    lines = report.build("kernel_resources", tmp_path, tmp_path).splitlines()
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| sm_90")] == [
+        "w, BLOCK_T=32, cache 4096, 65536", "w, BLOCK_T=64, cache 65536", "w",
+    ]  # fmt: skip
 
 
 def test_lessons_are_the_ladders_own_differences(tmp_path):

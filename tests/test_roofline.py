@@ -1,5 +1,7 @@
 """The floor by hand for two cards, and which models they hold."""
 
+import argparse
+
 import pytest
 
 from benchmarks import roofline
@@ -40,10 +42,27 @@ def test_lines_mark_what_does_not_fit():
 
 def test_a_checkpoints_own_config_is_read():
     assert roofline.shape_of("random:phi-3-mini-4k").hidden_size == 3072
+    assert roofline.shape_of("phi-3-mini-4k") == roofline.shape_of("random:phi-3-mini-4k")
     with pytest.raises(ValueError, match="nowhere"):
         roofline.shape_of("checkpoints/nowhere")
     with pytest.raises(ValueError, match="no preset"):
         roofline.shape_of("random:nonsense")
+
+
+def test_ones_own_gpu(monkeypatch, no_gpu, capsys):
+    flags = ["--models", "phi-3-mini-4k", "--contexts", "128", "--gpu", "Mine=272", "--gpu", "Mine too=544,8"]
+    monkeypatch.setattr("sys.argv", ["roofline", *flags])
+    assert roofline.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[1:] == ["Mine", "272", "7.64", "8.1", "27.56", "36"] for line in lines)
+    assert "Mine: 272 GB/s, memory not given. Source: --gpu" in lines
+    assert any("Mine too" in line and "(13.78)" in line and "does not fit" in line for line in lines)
+
+
+@pytest.mark.parametrize("text", ["Mine", "=272", "Mine=fast", "Mine=0", "Mine=-1", "Mine=272,8,1", "Mine=nan"])
+def test_a_gpu_that_is_none(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected NAME=GB/s"):
+        roofline.own_gpu(text)
 
 
 def test_every_gpu_names_its_source_and_bandwidths_ascend():
