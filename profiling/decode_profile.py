@@ -2,8 +2,8 @@
 
 Per token: wall time, GPU busy and idle, kernels and launches, and the busy time split into groups that add up to it.
 The verdict says what bounds the step. Wall times are taken before the first trace, over positions that the path has
-been through once: PyTorch's SDPA may plan anew for each cache length that it has not seen (cuDNN's does, some 30 ms),
-so the first pass stands apart. Each trace is kept as
+been through once: PyTorch's SDPA may plan anew for each cache length that it has not seen (cuDNN's does), so the
+first pass stands apart. Each trace is kept as
 results/<gpu>/decode_profile_<path>.pt.trace.json.gz: open it at https://ui.perfetto.dev or in chrome://tracing.
 """
 

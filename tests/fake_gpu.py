@@ -22,6 +22,19 @@ class Runner:
         self.monkeypatch.setattr("sys.argv", [module.__name__, *map(str, arguments), "--results-dir", str(self.folder)])
         return module.main()
 
+    def how_often(self, module, *arguments):
+        """(warmup, samples) of each cold measurement that ``module.main()`` asks for with these arguments."""
+        asked, measure = [], common.measure_cold
+
+        def noted(contenders, *, warmup, samples):
+            asked.append((warmup, samples))
+            return measure(contenders, warmup=warmup, samples=samples)
+
+        with self.monkeypatch.context() as patch:
+            patch.setattr(common, "measure_cold", noted)
+            self.run(module, *arguments)
+        return asked
+
     def content(self, script):
         """The result file that ``script`` wrote."""
         return common.load_results(self.folder / common.slug(torch.cuda.get_device_name()) / f"{script}.json")

@@ -83,18 +83,10 @@ def test_gain_is_against_the_fastest_other_and_an_impossible_rate_gains_nothing(
 
 
 def test_config_says_how_often(monkeypatch, fake_gpu, small):
-    asked, measure_cold = [], common.measure_cold
-
-    def noted(contenders, *, warmup, samples):
-        asked.append((warmup, samples))
-        return measure_cold(contenders, warmup=warmup, samples=samples)
-
-    monkeypatch.setattr(common, "measure_cold", noted)
     monkeypatch.setattr(config, "WARMUP", 7)
     monkeypatch.setattr(config, "ITERATIONS", 9)
-    fake_gpu.run(script, "--lengths", "20", "--shapes", "1")
-    fake_gpu.run(script, "--lengths", "20", "--shapes", "1", "--warmup", "1", "--samples", "2")
-    assert asked == [(7, 9), (1, 2)]
+    assert fake_gpu.how_often(script, "--lengths", "20", "--shapes", "1") == [(7, 9)]
+    assert fake_gpu.how_often(script, "--lengths", "20", "--shapes", "1", "--warmup", "1", "--samples", "2") == [(1, 2)]
 
 
 @pytest.mark.gpu

@@ -44,18 +44,10 @@ def test_measured_rows(monkeypatch, fake_gpu):
 
 
 def test_config_says_how_often(monkeypatch, fake_gpu):
-    asked, measure_cold = [], common.measure_cold
-
-    def noted(contenders, *, warmup, samples):
-        asked.append((warmup, samples))
-        return measure_cold(contenders, warmup=warmup, samples=samples)
-
-    monkeypatch.setattr(common, "measure_cold", noted)
     monkeypatch.setattr(config, "WARMUP", 7)
     monkeypatch.setattr(config, "ITERATIONS", 9)
-    fake_gpu.run(script, "--lengths", "20")
-    fake_gpu.run(script, "--lengths", "20", "--warmup", "1", "--samples", "2")
-    assert asked == [(7, 9), (1, 2)]
+    assert fake_gpu.how_often(script, "--lengths", "20") == [(7, 9)]
+    assert fake_gpu.how_often(script, "--lengths", "20", "--warmup", "1", "--samples", "2") == [(1, 2)]
 
 
 def test_a_wrong_kernel_fails(monkeypatch, fake_gpu):
