@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels.device import _wait_for_previous
+from kernels.device import _launch_next, _wait_for_previous
 
 INTERPRETED = tl.constexpr(kernels.INTERPRETED)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -158,6 +158,13 @@ def _load_columns(
 
 
 @triton.jit
+def _load_described(descriptor, batch, kv_head, start, COLUMN: tl.constexpr, WARPS: tl.constexpr):
+    """The descriptor's tile from position ``start`` and COLUMN on, its rows dealt out to warps; 0 past column D."""
+    tile = descriptor.load([batch, kv_head, start, COLUMN])  # [1, 1, BLOCK_T, columns]
+    return tl.reshape(tile, [WARPS, tile.shape[2] // WARPS, tile.shape[3]])
+
+
+@triton.jit
 def _prefetch(rows, BYTES: tl.constexpr):
     """Ask the L2 for the first BYTES of each row (64 at a time); nothing waits for it."""
     STEPS: tl.constexpr = triton.next_power_of_2((BYTES + 63) // 64)
@@ -213,8 +220,46 @@ def _sum_accumulators(acc, rescale, OUT_ROWS: tl.constexpr):
 
 
 @triton.jit
+def _attend_tile(
+    q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, visible, warp_max, warp_sum, acc_lo, acc_hi, scale_log2e, D_HI: tl.constexpr
+):  # fmt: skip
+    """The warps' softmax states with one more tile of keys; ``visible`` [W, N] says which of them count, None: all."""
+    scores = _dot(q_lo, tl.permute(k_lo, (0, 2, 1)))
+    if D_HI:
+        scores += _dot(q_hi, tl.permute(k_hi, (0, 2, 1)))
+    scores *= scale_log2e
+    if visible is not None:
+        scores = tl.where(visible[:, None, :], scores, float("-inf"))
+    new_max = tl.maximum(warp_max, tl.max(scores, axis=2))
+    rescale = tl.exp2(warp_max - new_max)
+    weights = tl.exp2(scores - new_max[:, :, None])
+    warp_sum = warp_sum * rescale + tl.sum(weights, axis=2)
+    weights = weights.to(v_lo.dtype)
+    acc_lo = _accumulate(acc_lo, rescale[:, :, None], weights, v_lo)
+    if D_HI:
+        acc_hi = _accumulate(acc_hi, rescale[:, :, None], weights, v_hi)
+    return new_max, warp_sum, acc_lo, acc_hi
+
+
+@triton.jit
+def _load_tile(
+    k_ptr, v_ptr, k_offset, v_offset, start, visible, stride_kt, stride_vt,
+    D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr,
+):  # fmt: skip
+    """K and V [W, N, *] of the positions that are visible, from ``start`` on, each in two column ranges."""
+    k_rows = (k_ptr + tl.cast(start, tl.int64) * stride_kt) + k_offset
+    v_rows = (v_ptr + tl.cast(start, tl.int64) * stride_vt) + v_offset
+    k_lo = _load_columns(k_rows, visible, 0, D_LO, D)
+    k_hi = _load_columns(k_rows, visible, D_LO, D_HI, D) if D_HI else k_lo
+    v_lo = _load_columns(v_rows, visible, 0, D_LO, D)
+    v_hi = _load_columns(v_rows, visible, D_LO, D_HI, D) if D_HI else v_lo
+    return k_lo, k_hi, v_lo, v_hi
+
+
+@triton.jit
 def _attend(
-    q_lo, q_hi, k_ptr, v_ptr, start, stop, step, zero, scale_log2e, stride_kt, stride_vt,
+    q_lo, q_hi, k_ptr, v_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, batch, kv_head,
+    start, stop, step, zero, scale_log2e, stride_kt, stride_vt,
     D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, BLOCK_H: tl.constexpr, OUT_ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -239,23 +284,37 @@ def _attend(
     if WIDE_OFFSETS:
         stride_kt, stride_vt = tl.cast(stride_kt, tl.int64), tl.cast(stride_vt, tl.int64)
     k_offset, v_offset = offs_t * stride_kt, offs_t * stride_vt
-    for tile_start in tl.range(start, stop, step, num_stages=NUM_STAGES):
-        mask_t = tile_start + offs_t < stop  # [WARPS, BLOCK_T // WARPS]
-        k_rows = (k_ptr + tl.cast(tile_start, tl.int64) * stride_kt) + k_offset
-        scores = _dot(q_lo, tl.permute(_load_columns(k_rows, mask_t, 0, D_LO, D), (0, 2, 1)))
-        if D_HI:
-            scores += _dot(q_hi, tl.permute(_load_columns(k_rows, mask_t, D_LO, D_HI, D), (0, 2, 1)))
-        scores = tl.where(mask_t[:, None, :], scores * scale_log2e, float("-inf"))
-        new_max = tl.maximum(warp_max, tl.max(scores, axis=2))
-        rescale = tl.exp2(warp_max - new_max)
-        weights = tl.exp2(scores - new_max[:, :, None])
-        warp_sum = warp_sum * rescale + tl.sum(weights, axis=2)
-        v_rows = (v_ptr + tl.cast(tile_start, tl.int64) * stride_vt) + v_offset
-        weights = weights.to(v_ptr.dtype.element_ty)
-        acc_lo = _accumulate(acc_lo, rescale[:, :, None], weights, _load_columns(v_rows, mask_t, 0, D_LO, D))
-        if D_HI:
-            acc_hi = _accumulate(acc_hi, rescale[:, :, None], weights, _load_columns(v_rows, mask_t, D_LO, D_HI, D))
-        warp_max = new_max
+    if k_lo_desc is not None:
+        # Whole tiles by the copy engine. It would also read what lies behind position stop, which may be NaN and no
+        # weight of 0 removes; so the tile that stop cuts is loaded through pointers, in front of the loop, and used
+        # behind it.
+        tail = start + tl.maximum(tl.cdiv(stop - BLOCK_T + 1 - start, step), 0) * step
+        visible = tail + offs_t < stop
+        k_lo, k_hi, v_lo, v_hi = _load_tile(
+            k_ptr, v_ptr, k_offset, v_offset, tail, visible, stride_kt, stride_vt, D, D_LO, D_HI
+        )  # fmt: skip
+        for tile_start in tl.range(start, tail, step, num_stages=NUM_STAGES):
+            warp_max, warp_sum, acc_lo, acc_hi = _attend_tile(
+                q_lo, q_hi,
+                _load_described(k_lo_desc, batch, kv_head, tile_start, 0, WARPS),
+                _load_described(k_hi_desc, batch, kv_head, tile_start, D_LO, WARPS) if D_HI else k_hi,
+                _load_described(v_lo_desc, batch, kv_head, tile_start, 0, WARPS),
+                _load_described(v_hi_desc, batch, kv_head, tile_start, D_LO, WARPS) if D_HI else v_hi,
+                None, warp_max, warp_sum, acc_lo, acc_hi, scale_log2e, D_HI,
+            )  # fmt: skip
+        if tail < stop:
+            warp_max, warp_sum, acc_lo, acc_hi = _attend_tile(
+                q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, visible, warp_max, warp_sum, acc_lo, acc_hi, scale_log2e, D_HI
+            )  # fmt: skip
+    else:
+        for tile_start in tl.range(start, stop, step, num_stages=NUM_STAGES):
+            visible = tile_start + offs_t < stop
+            k_lo, k_hi, v_lo, v_hi = _load_tile(
+                k_ptr, v_ptr, k_offset, v_offset, tile_start, visible, stride_kt, stride_vt, D, D_LO, D_HI
+            )  # fmt: skip
+            warp_max, warp_sum, acc_lo, acc_hi = _attend_tile(
+                q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, visible, warp_max, warp_sum, acc_lo, acc_hi, scale_log2e, D_HI
+            )  # fmt: skip
 
     if BLOCK_H > OUT_ROWS:
         warp_max = tl.reshape(_first_rows(warp_max[:, :, None], OUT_ROWS), [WARPS, OUT_ROWS])
@@ -343,7 +402,8 @@ def _program_of(tile, share, extra):
 
 @triton.jit
 def _attend_piece(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, stat_ptr, arrived_ptr,
+    q_ptr, k_ptr, v_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, out_ptr, lse_ptr, partial_ptr, stat_ptr,
+    arrived_ptr,
     batch, item, start, stop, step, whole, slot, first_program, last_program, first_slot, zero,
     scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh,
@@ -351,7 +411,7 @@ def _attend_piece(
     D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr, OUT_ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     ONE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
-    PREFETCH: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles at start, start + step, ... of one item, as far as position stop.
 
@@ -375,9 +435,10 @@ def _attend_piece(
     q_lo = _load_columns(q_rows, mask_h, 0, D_LO, D)
     q_hi = _load_columns(q_rows, mask_h, D_LO, D_HI, D) if D_HI else q_lo
     running_max, running_sum, acc_lo, acc_hi = _attend(
-        q_lo, q_hi, k_head_ptr, v_head_ptr, start, stop, step, zero, scale_log2e,
-        stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS, WIDE_OFFSETS, NUM_STAGES,
+        q_lo, q_hi, k_head_ptr, v_head_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, batch, item // HEAD_BLOCKS,
+        start, stop, step, zero, scale_log2e, stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS, WIDE_OFFSETS, NUM_STAGES,
     )  # fmt: skip
+    _launch_next(EARLY)
 
     offs_h = tl.arange(0, OUT_ROWS) + zero
     mask_h = (offs_h < ROWS) & (head_block * ROWS + offs_h < GROUP)
@@ -422,6 +483,10 @@ def _decode_attention_split_kernel(
     q_ptr,  # [B, Hq, D]
     k_ptr,  # [B, Hkv, T_max, D]
     v_ptr,  # [B, Hkv, T_max, D]
+    k_lo_desc,  # descriptors of tiles of BLOCK_T positions of k, with D_LO and with D_HI columns, and of v; or None
+    k_hi_desc,
+    v_lo_desc,
+    v_hi_desc,
     out_ptr,  # [B, Hq, D]
     lse_ptr,  # [B, Hq] fp32 contiguous, or None
     partial_ptr,  # [2 * programs, ROWS, D] fp32: accumulators
@@ -452,6 +517,7 @@ def _decode_attention_split_kernel(
     WARPS: tl.constexpr,
     WIDE_OFFSETS: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    FEW_SPLITS: tl.constexpr,
     PREFETCH: tl.constexpr,
     SPLITS_PER_ITEM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -459,6 +525,7 @@ def _decode_attention_split_kernel(
     PER_SEQUENCE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program = an equal share of the key tiles of all sequences and KV heads, laid end to end.
@@ -491,7 +558,8 @@ def _decode_attention_split_kernel(
         else:
             first, end = _visible_range(cache_len, T_max, window)
         tiles = tl.maximum(tl.cdiv(end - first, BLOCK_T), 1)
-        splits = tl.minimum(tl.num_programs(0), tl.cdiv(tiles, MIN_TILES))
+        splits = tl.maximum(tl.cdiv(tiles, MIN_TILES), tl.minimum(tiles, FEW_SPLITS))
+        splits = tl.minimum(tl.num_programs(0), splits)
         if split >= splits:
             return
         if INTERLEAVED:
@@ -506,11 +574,12 @@ def _decode_attention_split_kernel(
             step = BLOCK_T
         first_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) * (2 * ROWS)
         _attend_piece(
-            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr + first_row * D, stat_ptr + 2 * first_row, arrived_ptr,
+            q_ptr, k_ptr, v_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, out_ptr, lse_ptr,
+            partial_ptr + first_row * D, stat_ptr + 2 * first_row, arrived_ptr,
             batch, item, start, stop, step, splits == 1, 2 * split, 0, splits - 1, 0, 0,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
-            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES, EARLY,
         )  # fmt: skip
         return
 
@@ -559,11 +628,11 @@ def _decode_attention_split_kernel(
         first_program_start = first_program * share + tl.minimum(first_program, extra)
         first_slot = 2 * first_program + (item_start > first_program_start).to(tl.int32)
         _attend_piece(
-            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, partial_ptr, stat_ptr, arrived_ptr,
+            q_ptr, k_ptr, v_ptr, None, None, None, None, out_ptr, lse_ptr, partial_ptr, stat_ptr, arrived_ptr,
             batch, item, start, stop, BLOCK_T, (tile == item_start) & (piece_end == item_end), slot,
             first_program, last_program, first_slot, zero,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
-            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES, False,
         )  # fmt: skip
         tile = piece_end

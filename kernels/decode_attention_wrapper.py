@@ -10,7 +10,16 @@ import triton
 import config
 from kernels import INTERPRETED
 from kernels.decode_attention_triton import _decode_attention_kernel, _decode_attention_split_kernel
-from kernels.device import TRITON_VERSION, check_launchable, device_info, launch_options, pdl_supported, stride_unit
+from kernels.device import (
+    TRITON_VERSION,
+    check_launchable,
+    device_info,
+    launch_options,
+    pdl_supported,
+    stride_unit,
+    tile_descriptor,
+    tma_fits,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NO_WINDOW = 2**31 - 1
@@ -18,9 +27,11 @@ NO_WINDOW = 2**31 - 1
 
 class DecodeLaunch(NamedTuple):
     """Launch choices. rows: query heads of one program; block_t: key positions per tile; programs_per_sm: programs of
-    the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program; interleaved: whole
-    splits take tiles in turn, not a run of them; prefetch: whether a program asks the L2 for its first tile before it
-    waits for q; pdl: programmatic dependent launch.
+    the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program, from the
+    few_splits-th split of an item on; interleaved: whole splits take tiles in turn, not a run of them; tma: they take
+    them by tensor descriptor where the caches allow it; prefetch: whether a program asks the L2 for its first tile
+    before it waits for q; pdl: programmatic dependent launch; early: whether whole splits let the next launch's
+    programs come as soon as they have read their keys.
     """
 
     rows: int
@@ -29,9 +40,12 @@ class DecodeLaunch(NamedTuple):
     num_stages: int
     programs_per_sm: int
     min_tiles: int
+    few_splits: int
     interleaved: bool
+    tma: bool
     prefetch: bool
     pdl: bool
+    early: bool
 
 
 @functools.lru_cache(maxsize=256)  # asked by every layer of every step, and launches wait for it
@@ -91,7 +105,7 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     interleaved = 256 < keys_per_sm // programs_per_sm <= 8192
     pdl = pdl_supported(device)
     return DecodeLaunch(
-        rows, keys, num_warps, num_stages, programs_per_sm, min_tiles, interleaved, prefetch=True, pdl=pdl
+        rows, keys, num_warps, num_stages, programs_per_sm, min_tiles, 1, interleaved, False, prefetch=True, pdl=pdl, early=False
     )
 
 
@@ -268,11 +282,19 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
             )  # fmt: skip
         else:
             wide_offsets = max(k_cache.stride(2), v_cache.stride(2)) * choice.block_t >= 2**31
+            tma = choice.tma and tma_fits(device, k_cache, v_cache)
             grid, slot_rows, items, options = _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence)
+            descriptors = (None,) * 4
+            if tma and options["SPLITS_PER_ITEM"]:
+                descriptors = [
+                    tile_descriptor(cache, choice.block_t, columns) if columns else None
+                    for cache in (k_cache, v_cache)
+                    for columns in (options["D_LO"], options["D_HI"])
+                ]
             workspace = _workspace(q.device, slot_rows * (D + 2), items)
             stats, partial = workspace.partial, workspace.partial[2 * slot_rows :]
             _decode_attention_split_kernel[grid](
-                q, k_cache, v_cache, out, lse, partial, stats, workspace.arrived,
+                q, k_cache, v_cache, *descriptors, out, lse, partial, stats, workspace.arrived,
                 cache_len, B, T_max, window, scale_log2e, *strides,
                 STRIDE_UNIT=unit, WIDE_OFFSETS=wide_offsets, **options,
             )  # fmt: skip
@@ -313,9 +335,9 @@ def _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence):
         "BLOCK_T": choice.block_t,
         # A product takes at least 16 keys per warp.
         "WARPS": min(choice.num_warps, choice.block_t // 16),
-        "MIN_TILES": choice.min_tiles, "PREFETCH": choice.prefetch, "SPLITS_PER_ITEM": whole_splits,
+        "MIN_TILES": choice.min_tiles, "FEW_SPLITS": choice.few_splits, "PREFETCH": choice.prefetch, "SPLITS_PER_ITEM": whole_splits,
         "INTERLEAVED": choice.interleaved, "B_PAD": triton.next_power_of_2(B), "PER_SEQUENCE": per_sequence,
-        "NUM_STAGES": choice.num_stages, "PDL": choice.pdl, **launch_options(choice.pdl, num_warps=choice.num_warps),
+        "NUM_STAGES": choice.num_stages, "EARLY": choice.early and choice.pdl, "PDL": choice.pdl, **launch_options(choice.pdl, num_warps=choice.num_warps),
     }  # fmt: skip
 
 

@@ -10,6 +10,11 @@ import triton.language as tl
 
 from kernels import INTERPRETED
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton before 3.4
+    TensorDescriptor = None
+
 
 class DeviceInfo(NamedTuple):
     """capability: (major, minor); sm_count: multiprocessors; shared_memory: bytes that one block may take."""
@@ -75,6 +80,28 @@ def stride_unit(*strides):
     for stride in strides:
         bits |= stride
     return 8 if bits % 16 == 8 else 1
+
+
+def tma_fits(device, *tensors):
+    """Whether kernels on ``device``, a DeviceInfo, may fetch these [B, H, length, D] by tensor descriptor: compute
+    capability 9.x, and the copy engine's rules on alignment.
+    """
+    return (
+        TensorDescriptor is not None
+        and device.capability[0] == 9
+        and all(
+            tensor.element_size() == 2
+            and tensor.numel() > 0
+            and tensor.data_ptr() % 16 == 0
+            and all(stride > 0 and stride % 8 == 0 for stride in tensor.stride()[:3])
+            for tensor in tensors
+        )
+    )
+
+
+def tile_descriptor(tensor, rows, columns):
+    """TensorDescriptor of tensor [B, H, length, D] in tiles of ``rows`` of its length by ``columns`` of D."""
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, columns])
 
 
 def launch_options(pdl, **options):

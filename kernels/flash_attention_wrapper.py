@@ -10,18 +10,13 @@ from typing import NamedTuple
 import torch
 import triton
 
-from kernels.device import check_launchable, device_info
+from kernels.device import check_launchable, device_info, tile_descriptor, tma_fits
 from kernels.flash_attention_triton import (
     _flash_backward_rows_kernel,
     _flash_dk_dv_kernel,
     _flash_dq_kernel,
     _flash_forward_kernel,
 )
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton 3.2: every tile is loaded through pointers
-    TensorDescriptor = None
 
 __all__ = ["choose_tiles", "flash_attention", "flash_attention_forward"]
 
@@ -145,21 +140,6 @@ def choose_tiles(kernel, head_dim, dtype, capability, use_tma=False):
     return _TILES[unit][kernel][size]
 
 
-def _tma_fits(info, *tensors):
-    """Whether the kernels fetch these tensors by tensor descriptor: sm_90, and the copy engine's rules on alignment."""
-    return (
-        TensorDescriptor is not None
-        and info.capability[0] == 9
-        and all(
-            tensor.element_size() == 2
-            and tensor.numel() > 0
-            and tensor.data_ptr() % 16 == 0
-            and all(stride > 0 and stride % 8 == 0 for stride in tensor.stride()[:3])
-            for tensor in tensors
-        )
-    )
-
-
 # --- The operators ---------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +165,7 @@ def _source(tensor, block, use_tma):
     """What ``_load_tile`` reads ``tensor`` [B, H, length, D] by: a descriptor of tiles of ``block`` rows, or itself."""
     if not use_tma:
         return tensor
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, block, _padded(tensor.shape[-1])])
+    return tile_descriptor(tensor, block, _padded(tensor.shape[-1]))
 
 
 @torch.library.custom_op("phi_triton::flash_attention_forward", mutates_args=())
@@ -199,7 +179,7 @@ def _forward_op(
     lse = q.new_empty(B, Hq, S, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    use_tma = _tma_fits(info, q, k, v)
+    use_tma = tma_fits(info, q, k, v)
     tiles = choose_tiles("forward", D, q.dtype, info.capability, use_tma)
     with torch.cuda.device_of(q):
         _flash_forward_kernel[(Hq, triton.cdiv(S, tiles.block_m), B)](
@@ -232,7 +212,7 @@ def _backward_op(
     if dout.stride(-1) != 1:  # autograd hands over what it has: the gradient of sum() is expanded from one number
         dout = dout.contiguous()
     row_score, row_dweight = torch.empty_like(lse), torch.empty_like(lse)
-    use_tma = _tma_fits(info, q, k, v, dout)
+    use_tma = tma_fits(info, q, k, v, dout)
     scale_log2 = scale * math.log2(math.e)
     sizes = (S, T, lower, upper, Hq, Hq // Hkv)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])

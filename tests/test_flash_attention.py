@@ -101,7 +101,7 @@ def test_head_dims(D, device):
         assert_matches_reference(*make_inputs(device, 1, 2, 1, length, length, D, HALF))
 
 
-@pytest.mark.skipif(flash_attention_wrapper.TensorDescriptor is None, reason="this Triton has no tensor descriptors")
+@pytest.mark.skipif(TensorDescriptor is None, reason="this Triton has no tensor descriptors")
 @pytest.mark.skipif(ON_GPU, reason="the GPU's own path is the one under test there")
 @pytest.mark.parametrize("D", [40, 96])
 def test_tensor_descriptors_in_the_interpreter(D, device):
@@ -426,12 +426,11 @@ def test_tiles_are_a_pure_function():
 
 def test_tensor_descriptors_where_the_copy_engine_can():
     hopper, ada = DeviceInfo((9, 0), 132, 232448), DeviceInfo((8, 9), 24, 101376)
-    fits = flash_attention_wrapper._tma_fits
     x = tensor(1, 2, 8, 40)
-    assert fits(hopper, x) == (flash_attention_wrapper.TensorDescriptor is not None)
-    assert not fits(ada, x)
+    assert tma_fits(hopper, x) == (TensorDescriptor is not None)
+    assert not tma_fits(ada, x)
     for unfit in (x.float(), tensor(1, 2, 8, 33), tensor(1, 2, 8, 41)[..., 1:], x[:, :1].expand(1, 2, 8, 40), x[:0]):
-        assert not fits(hopper, x, unfit)
+        assert not tma_fits(hopper, x, unfit)
 
 
 AOT_SCRIPT = """
