@@ -436,7 +436,8 @@ def _attend_piece(
     q_hi = _load_columns(q_rows, mask_h, D_LO, D_HI, D) if D_HI else q_lo
     running_max, running_sum, acc_lo, acc_hi = _attend(
         q_lo, q_hi, k_head_ptr, v_head_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, batch, item // HEAD_BLOCKS,
-        start, stop, step, zero, scale_log2e, stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS, WIDE_OFFSETS, NUM_STAGES,
+        start, stop, step, zero, scale_log2e, stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS,
+        WIDE_OFFSETS, NUM_STAGES,
     )  # fmt: skip
     _launch_next(EARLY)
 
@@ -628,7 +629,8 @@ def _decode_attention_split_kernel(
         first_program_start = first_program * share + tl.minimum(first_program, extra)
         first_slot = 2 * first_program + (item_start > first_program_start).to(tl.int32)
         _attend_piece(
-            q_ptr, k_ptr, v_ptr, None, None, None, None, out_ptr, lse_ptr, partial_ptr, stat_ptr, arrived_ptr,
+            q_ptr, k_ptr, v_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, out_ptr, lse_ptr, partial_ptr, stat_ptr,
+            arrived_ptr,
             batch, item, start, stop, BLOCK_T, (tile == item_start) & (piece_end == item_end), slot,
             first_program, last_program, first_slot, zero,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,

@@ -49,45 +49,52 @@ class DecodeLaunch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)  # asked by every layer of every step, and launches wait for it
-def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_len, device, *, block_t):
+def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_len, device, *, block_t, tma=False):
     """DecodeLaunch for ``device`` (a DeviceInfo). A pure function.
 
     max_len: the most positions that a sequence can have (T_max: one cache, one compilation). block_t: the largest tile
-    wanted (config.BLOCK_T).
+    wanted through pointers (config.BLOCK_T). tma: whether tensor descriptors may be used.
 
-    Measured on an NVIDIA H200, 2026-11-29, float16, batch 1, PDL, microseconds per call with cold caches, and programs
-    (keys per tile, warps, stages), each split a run of tiles:
+    Measured on NVIDIA H200s, 2026-11-29 and 30, float16, batch 1, PDL, microseconds per call with cold caches (keys per
+    tile, warps, stages, splits per head; "turn": a split takes tiles in turn, else a run of them; "early"; "TMA"):
 
-        32 heads of 96 (Phi-3 Mini)       T = 128    256        512        2048       8192       32768      131072
-        32, 2, 4                          4.8 (64)   5.0 (128)  5.9 (256)  10.6 (256) 29.1 (256)
-        64, 4, 4                                                                                 100.7 (256) 373 (256)
-        64, 4, 3                          3.3 (32)   4.5 (32)   6.8 (128)  11.8 (128) 29.9 (256) 101.2 (256) 377 (256)
+        32 heads of 96 (Phi-3 Mini)       T = 128  512    2048   4096   8192   16384  32768  131072
+        64, 4, 3, 1, early                3.55
+        64, 4, 3, 1                       3.67
+        32, 2, 4, 8, early                         5.69   11.5
+        32, 2, 4, 8                                5.85   10.43  17.10  28.93  53.8   105.4
+        32, 2, 4, 8, turn                          5.81   10.32  17.39  30.43         104.3
+        64, 4, 4, 8                                       11.81         29.67  53.90  99.53  371.7
+        64, 4, 4, 8, turn                                                      53.63  100.83 387
+        64, 4, 4, 8, TMA                                  11.68  18.08  29.34  52.16  97.29  361.3
+        128, 8, 4, 4, early, TMA                                        29.06  51.1   96.11  359.7
 
-        32 heads over 8 KV heads of 128
-        32, 2, 4                          4.7 (16)   4.9 (32)   5.0 (64)   7.4 (128)
-        64, 4, 4                                                           7.4 (128)  13.3 (128) 36.1 (128) 124.2 (128)
-        64, 4, 3                          3.5 (8)    4.8 (8)    5.8 (32)   7.4 (128)  13.1 (128) 36.2 (128) 124.1 (128)
+        32 heads over 8 KV heads of 128   T = 128  256    512    1024   2048   4096   8192   32768  131072
+        64, 4, 3, 1 (128) or 4 (256) or 8 3.86     5.2    4.88   5.81   7.25   10.13  16.1
+        the same, early                   3.76     3.92   4.36   5.36   6.75   9.81
+        32, 2, 4, 8                                       5.32          8.5
+        64, 4, 3, 16, turn                                              7.79   9.51   13.19  35.89  122.8
+        64, 4, 3, 16                                                    7.88          13.58  36.43  125.0
+        64, 4, 4, 16, turn, TMA                                                       13.56  36.17  124.5
 
-    Tiles in turn / runs of them, in a form with another, slower merge:
-
-        32 heads of 96, 32, 2, 4                                        11.7/11.1  29.4/30.3  97.8/-
-        32 heads of 96, 64, 4, 4                                                              99.1/100.2 378.7/374.3
-        32 over 8 heads of 128, 64, 4, 3                                10.2/10.1  17.1/17.6  40.4/40.9  128.1/129.6
-
-    With the present merge 32 keys in turn took 104.3 at 32768 positions, where 64 keys in runs had taken 102.1.
-
-    At 32 heads of 96 and 2048 positions it is 11.1 without PDL, and 15.2 where the next launch is asked to come early.
+    Without PDL 32 heads of 96 take 0.5 more at 2048 positions. More or other splits, deeper pipelines and larger tiles
+    for groups, and what tensor descriptors and an early launch cost elsewhere, are in benchmarks/LOG.md.
     """
     # A program's rows are its accumulator, which must not spill: an MQA model with many heads takes several programs.
     tensor_cores = dtype_bytes == 2 and device.capability >= (8, 0)
     rows = triton.cdiv(group_size, triton.cdiv(group_size, 32 if tensor_cores and head_dim <= 128 else 16))
-    programs_per_sm = 2 if group_size == 1 else 1
     keys_per_sm = batch * num_kv_heads * max_len // device.sm_count
+    long = keys_per_sm > 2048
+    # The copy engine reads ahead for nothing but shared memory, which a group's few programs do as well.
+    tma = tma and tensor_cores and group_size == 1 and head_dim <= 128 and long
+    programs_per_sm = 2 if group_size == 1 and not tma else 1
     # So few keys are walked sooner than results of splits are merged.
-    short = max_len <= 256
-    if tensor_cores:
+    short = max_len <= 256 and group_size == 1
+    if tma:
+        keys, num_warps = 128, 8
+    elif tensor_cores:
         # Small programs start soonest; large ones keep more bytes on their way from memory.
-        keys = 64 if short or keys_per_sm > (2048 if group_size == 1 else 64) else 32
+        keys = 64 if short or long or group_size > 1 else 32
         # A warp has 16 keys, and q and the accumulator as a whole. Where those are large four warps share them.
         wide = max(16, triton.next_power_of_2(rows)) * head_dim > 2048
         keys = min(keys // 2 if wide else keys, block_t)
@@ -101,12 +108,19 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     tiles = device.shared_memory // (programs_per_sm * 2 * keys * sum(split_head_dim(head_dim)) * dtype_bytes)
     most_stages = 2 if device.capability < (8, 0) else 3 if short or (keys == 64 and group_size > 1) else 4
     num_stages = max(2, min(most_stages, tiles + 1 if tensor_cores else tiles))
-    min_tiles = 256 // keys if short else 2
-    interleaved = 256 < keys_per_sm // programs_per_sm <= 8192
+    # Up to eight splits of a group cost little more to merge than two.
+    min_tiles, few_splits = (256 // keys, 1) if short else (2, 1) if group_size == 1 else (4, 8)
     pdl = pdl_supported(device)
     return DecodeLaunch(
-        rows, keys, num_warps, num_stages, programs_per_sm, min_tiles, 1, interleaved, False, prefetch=True, pdl=pdl, early=False
-    )
+        rows, keys, num_warps, num_stages, programs_per_sm, min_tiles, few_splits,
+        interleaved=group_size > 1 or keys_per_sm <= 512,
+        tma=tma,
+        prefetch=True,
+        pdl=pdl,
+        # The next launch's programs take the places that come free first, several on one multiprocessor and none on
+        # another: a loss unless there are few of them, or one fills a multiprocessor.
+        early=pdl and (tma or keys_per_sm <= 160),
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
@@ -120,7 +134,8 @@ def choose_num_programs(choice, batch, num_kv_heads, group_size, max_len, sm_cou
     """
     items = batch * num_kv_heads * triton.cdiv(group_size, choice.rows)
     wave = sm_count * choice.programs_per_sm
-    most = max(1, triton.cdiv(triton.cdiv(max_len, choice.block_t), choice.min_tiles))
+    tiles = max(1, triton.cdiv(max_len, choice.block_t))
+    most = max(triton.cdiv(tiles, choice.min_tiles), min(tiles, choice.few_splits))
     if items * most <= wave:
         return items * most
     whole = wave // items * items
@@ -263,8 +278,11 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
     per_sequence = isinstance(cache_len, torch.Tensor)
     window = min(window or NO_WINDOW, NO_WINDOW)
     device = device_info(q.device)
+    tma = tma_fits(device, k_cache, v_cache)
     if choice is None:
-        choice = choose_launch(B, Hkv, Hq // Hkv, D, q.element_size(), T_max, device, block_t=config.BLOCK_T)
+        choice = choose_launch(
+            B, Hkv, Hq // Hkv, D, q.element_size(), T_max, device, block_t=config.BLOCK_T, tma=tma
+        )  # fmt: skip
     if num_programs is None:
         # The interpreter runs one program after the other: nothing to gain from splitting, and each program is slow.
         # Triton 3.2's compiler dies of the split kernel's batched products.
@@ -282,10 +300,9 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
             )  # fmt: skip
         else:
             wide_offsets = max(k_cache.stride(2), v_cache.stride(2)) * choice.block_t >= 2**31
-            tma = choice.tma and tma_fits(device, k_cache, v_cache)
             grid, slot_rows, items, options = _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence)
             descriptors = (None,) * 4
-            if tma and options["SPLITS_PER_ITEM"]:
+            if choice.tma and tma:
                 descriptors = [
                     tile_descriptor(cache, choice.block_t, columns) if columns else None
                     for cache in (k_cache, v_cache)
@@ -335,9 +352,11 @@ def _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence):
         "BLOCK_T": choice.block_t,
         # A product takes at least 16 keys per warp.
         "WARPS": min(choice.num_warps, choice.block_t // 16),
-        "MIN_TILES": choice.min_tiles, "FEW_SPLITS": choice.few_splits, "PREFETCH": choice.prefetch, "SPLITS_PER_ITEM": whole_splits,
-        "INTERLEAVED": choice.interleaved, "B_PAD": triton.next_power_of_2(B), "PER_SEQUENCE": per_sequence,
-        "NUM_STAGES": choice.num_stages, "EARLY": choice.early and choice.pdl, "PDL": choice.pdl, **launch_options(choice.pdl, num_warps=choice.num_warps),
+        "MIN_TILES": choice.min_tiles, "FEW_SPLITS": choice.few_splits, "PREFETCH": choice.prefetch,
+        "SPLITS_PER_ITEM": whole_splits, "INTERLEAVED": choice.interleaved,
+        "B_PAD": triton.next_power_of_2(B), "PER_SEQUENCE": per_sequence,
+        "NUM_STAGES": choice.num_stages, "EARLY": choice.early, "PDL": choice.pdl,
+        **launch_options(choice.pdl, num_warps=choice.num_warps),
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """What a launch needs to know about the GPU, in one place, so that launch choices stay pure functions of it."""
 
+import ctypes
 import functools
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -108,6 +109,31 @@ def launch_options(pdl, **options):
     """Keyword arguments of a kernel launch without those that are None; Triton before 3.6 does not know launch_pdl."""
     options["launch_pdl"] = pdl or None
     return {name: value for name, value in options.items() if value is not None}
+
+
+# CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the CUDA driver API's CUfunction_attribute.
+_CARVEOUT = 9
+
+
+@functools.cache
+def _cuda_driver():
+    """The CUDA driver's library, which a process with a CUDA context has loaded; None where it has another name."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def prefer_carveout(kernel, percent):
+    """Hint to the driver: ``kernel`` wants that share of a multiprocessor's fast memory as shared memory, rest as L1.
+
+    kernel: what a launch returned; None (the interpreter, ahead-of-time compilation) is left alone. Once per kernel.
+    PyTorch and Triton have no name for it, so it is the driver's own call, cuFuncSetAttribute.
+    """
+    if kernel is not None and not getattr(kernel, "carveout", None):
+        kernel.carveout = percent
+        if _cuda_driver() is not None:
+            _cuda_driver().cuFuncSetAttribute(ctypes.c_void_p(kernel.function), _CARVEOUT, percent)
 
 
 @functools.cache

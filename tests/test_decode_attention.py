@@ -7,6 +7,7 @@ import ast
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,13 @@ from kernels.decode_attention_wrapper import (
     decode_attention_with_lse,
     split_head_dim,
 )
-from kernels.device import NO_GPU, DeviceInfo, device_info, pretend_device
+from kernels.device import NO_GPU, DeviceInfo, TensorDescriptor, device_info, pdl_supported, pretend_device
 from model.decode_attention_ref import attention_ref, decode_attention_ref
 from tests.oracles import assert_close_to_reference, sdpa_explicit
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = DeviceInfo((9, 0), 132, 232448)
+ON_GPU = torch.cuda.is_available()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -57,9 +59,11 @@ def small_tiles(q, k_cache):
     return choice._replace(min_tiles=1)
 
 
-def split_attention(q, k_cache, v_cache, cache_len, num_programs, *, interleaved=True, **kwargs):
-    """(out, lse) of the split kernel (0 programs: the single pass), in small tiles, with a workspace full of NaN."""
-    choice = small_tiles(q, k_cache)._replace(interleaved=interleaved)
+def split_attention(q, k_cache, v_cache, cache_len, num_programs, *, interleaved=True, choice=None, **kwargs):
+    """(out, lse) of the split kernel (0 programs: the single pass), by default in small tiles, with a workspace full of
+    NaN.
+    """
+    choice = (choice or small_tiles(q, k_cache))._replace(interleaved=interleaved)
     for workspace in wrapper._workspaces.get(q.device, ()):
         workspace.partial.fill_(float("nan"))
     result = decode_attention_with_lse(
@@ -245,6 +249,38 @@ def test_whole_splits(length, interleaved, device):
     for window in (None, 40):
         inputs = make_inputs(1, 2, 2, 32, 80, device=device)
         check(*inputs, [length], window=window, num_programs=6, interleaved=interleaved)
+
+
+def test_few_splits_need_no_least_share(device):
+    """Splits of one tile as long as they are few; more of them have min_tiles each."""
+    q, k_cache, v_cache = make_inputs(1, 2, 1, 16, 100, device=device)
+    used = []
+    for length, few in ((32, 1), (32, 2), (80, 2), (80, 9)):
+        choice = small_tiles(q, k_cache)._replace(min_tiles=2, few_splits=few)
+        split_attention(q, k_cache, v_cache, length, 9, choice=choice)
+        partials = wrapper._workspaces[q.device][-1].partial
+        used.append(int((~partials[: 2 * 9 * 2 * 2].view(9, 2, -1)[:, 0, 0].isnan()).sum()))
+    assert used == [0, 2, 3, 5]
+
+
+@pytest.mark.skipif(TensorDescriptor is None, reason="this Triton has no tensor descriptors")
+@pytest.mark.skipif(ON_GPU and torch.cuda.get_device_capability()[0] != 9, reason="needs compute capability 9.x")
+@pytest.mark.parametrize("interleaved", (False, True), ids=("runs of tiles", "tiles in turn"))
+@pytest.mark.parametrize("head_dim", (40, 96, 128))
+def test_tensor_descriptors(head_dim, interleaved, device):
+    """The choice of long caches: whole tiles by the copy engine, the last by pointers, nothing behind it used."""
+    choice = choose_launch(1, 32, 1, head_dim, 2, 131072, H200, block_t=64, tma=True)
+    assert choice.tma and choice.block_t == 128
+    small = {"block_t": 32, "num_warps": 2} if not ON_GPU else {}
+    choice = choice._replace(min_tiles=1, pdl=pdl_supported(device_info(device)), early=ON_GPU, **small)
+    tile = choice.block_t
+    with nullcontext() if ON_GPU else pretend_device(H200):
+        for lengths in ([tile], [1], [2 * tile + 1] * 2, [4 * tile - 1, 3 * tile], [0, 5 * tile]):
+            for window in (None, tile + 5):
+                inputs = make_inputs(
+                    len(lengths), 2, 2, head_dim, 5 * tile + 3, dtype=torch.float16, device=device
+                )  # fmt: skip
+                check(*inputs, lengths, window=window, num_programs=8, interleaved=interleaved, choice=choice)
 
 
 def test_more_splits_than_are_merged_at_a_time(device):
@@ -447,8 +483,12 @@ assert torch.equal(out[2:], decode_attention(q[2:], *small, lengths[2:]))
 # --- Launch choices and compilation ----------------------------------------------------------------------------------
 
 
-def launch_choice(num_kv_heads, group_size, head_dim, max_len, *, batch=1, dtype_bytes=2, device=H200, block_t=64):
-    return choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_len, device, block_t=block_t)
+def launch_choice(
+    num_kv_heads, group_size, head_dim, max_len, *, batch=1, dtype_bytes=2, device=H200, block_t=64, tma=False
+):
+    return choose_launch(
+        batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_len, device, block_t=block_t, tma=tma
+    )
 
 
 def test_launch_choices():
@@ -472,24 +512,42 @@ def test_launch_choices():
 @pytest.mark.parametrize(
     "num_kv_heads, group_size, head_dim, expected",
     (
-        (32, 1, 96, ((64, 4, 32), (64, 4, 32), (32, 2, 256), (32, 2, 256), (32, 2, 256), (64, 4, 256), (64, 4, 256))),
-        (8, 4, 128, ((64, 4, 8), (64, 4, 8), (32, 2, 64), (64, 4, 128), (64, 4, 128), (64, 4, 128), (64, 4, 128))),
-        (10, 4, 128, ((64, 4, 10), (64, 4, 10), (32, 2, 80), (64, 4, 130), (64, 4, 130), (64, 4, 130), (64, 4, 130))),
+        (32, 1, 96, ((64, 4, 32), (64, 4, 32), (32, 2, 256), (32, 2, 256), (32, 2, 256), (128, 8, 128), (128, 8, 128))),
+        (8, 4, 128, ((64, 4, 16), (64, 4, 32), (64, 4, 64), (64, 4, 64), (64, 4, 128), (64, 4, 128), (64, 4, 128))),
+        (10, 4, 128, ((64, 4, 20), (64, 4, 40), (64, 4, 80), (64, 4, 80), (64, 4, 130), (64, 4, 130), (64, 4, 130))),
     ),
 )
 def test_choices_of_the_measured_shapes(num_kv_heads, group_size, head_dim, expected):
-    """Tile, warps and programs on an H200: no split up to 256 positions."""
+    """Tile, warps and programs on an H200: without a group no split up to 256 positions."""
     lengths = (128, 256, 512, 2048, 8192, 32768, 131072)
     for max_len, (block_t, num_warps, num_programs) in zip(lengths, expected, strict=True):
-        choice = launch_choice(num_kv_heads, group_size, head_dim, max_len)
-        assert (choice.block_t, choice.num_warps) == (block_t, num_warps), max_len
+        choice = launch_choice(num_kv_heads, group_size, head_dim, max_len, tma=True)
+        assert (choice.block_t, choice.num_warps, choice.tma) == (block_t, num_warps, block_t == 128), max_len
         assert choose_num_programs(choice, 1, num_kv_heads, group_size, max_len, 132) == num_programs, max_len
 
 
 def test_tiles_in_turn_in_the_measured_range():
-    """From a few to many tiles per program; at both ends runs of tiles are as fast or faster."""
-    assert [launch_choice(32, 1, 96, T).interleaved for T in (2048, 8192, 32768, 131072)] == [False, True, True, False]
-    assert [launch_choice(8, 4, 128, T).interleaved for T in (2048, 8192, 131072)] == [False, True, True]
+    assert [launch_choice(32, 1, 96, T).interleaved for T in (512, 2048, 4096, 131072)] == [True, True, False, False]
+    assert all(launch_choice(8, 4, 128, T).interleaved for T in (512, 2048, 8192, 131072))
+
+
+def test_early_launch_where_programs_are_few_or_large(monkeypatch):
+    monkeypatch.setattr(wrapper, "pdl_supported", lambda device: device.capability >= (9, 0))
+    wrapper.choose_launch.cache_clear()
+    early = [launch_choice(32, 1, 96, T, tma=True).early for T in (128, 512, 2048, 8192, 16384, 131072)]
+    assert early == [True, True, False, False, True, True]
+    assert [launch_choice(8, 4, 128, T).early for T in (128, 2048, 4096, 131072)] == [True, True, False, False]
+    assert not launch_choice(8, 4, 128, 128, device=NO_GPU).early
+    wrapper.choose_launch.cache_clear()
+
+
+def test_tensor_descriptors_where_they_gain():
+    assert launch_choice(32, 1, 96, 16384, tma=True).tma
+    assert not launch_choice(32, 1, 96, 16384).tma, "caches that the copy engine cannot read"
+    assert not launch_choice(32, 1, 96, 8192, tma=True).tma
+    assert not launch_choice(8, 4, 128, 131072, tma=True).tma
+    assert not launch_choice(32, 1, 200, 131072, tma=True).tma
+    assert not launch_choice(32, 1, 96, 131072, dtype_bytes=4, tma=True).tma
 
 
 def test_number_of_programs():

@@ -4,10 +4,12 @@ import ast
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
-from kernels.device import stride_unit
+from kernels import device as device_module
+from kernels.device import prefer_carveout, stride_unit
 from tests.conftest import ROOT
 
 OLDER_TRITON = """
@@ -58,3 +60,19 @@ def test_stride_unit():
     assert stride_unit(96, 9600, 0) == 1
     assert stride_unit(72, 100) == 1
     assert stride_unit(73, 7300) == 1
+
+
+def test_carveout_is_asked_for_once_per_kernel(monkeypatch):
+    calls = []
+
+    class Driver:
+        def cuFuncSetAttribute(function, which, value):
+            calls.append((function.value, which, value))
+
+    monkeypatch.setattr(device_module, "_cuda_driver", lambda: Driver)
+    first, second = (types.SimpleNamespace(function=handle) for handle in (11, 22))
+    for kernel in (first, None, second, first):
+        prefer_carveout(kernel, 7)
+    assert calls == [(11, 9, 7), (22, 9, 7)]
+    monkeypatch.setattr(device_module, "_cuda_driver", lambda: None)
+    prefer_carveout(types.SimpleNamespace(function=33), 7)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import flash_attention_triton, flash_attention_wrapper
-from kernels.device import SHARED_MEMORY, DeviceInfo, pretend_device
+from kernels.device import SHARED_MEMORY, DeviceInfo, TensorDescriptor, pretend_device, tma_fits
 from kernels.flash_attention_wrapper import choose_tiles, flash_attention, flash_attention_forward
 from model.decode_attention_ref import attention_ref
 from tests.conftest import ROOT

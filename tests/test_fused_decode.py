@@ -3,6 +3,7 @@
 One case: pytest tests/test_fused_decode.py -k "matvec and tail". Launch choices and code generation need no GPU.
 """
 
+import ctypes
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from kernels import fused_decode_wrapper
-from kernels.device import device_info, pdl_supported
+from kernels.device import _cuda_driver, device_info, pdl_supported, prefer_carveout
 from kernels.fused_decode_wrapper import (
     AttentionConfig,
     MatvecConfig,
@@ -438,10 +439,31 @@ def test_code_generation(capability):
             assert wide == "True" and len(first) >= 4 and len(rest) in (0, len(first)), f"{name}: {loads}"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
+needs_pdl = pytest.mark.skipif(
     not torch.cuda.is_available() or not pdl_supported(device_info(torch.device("cuda"))), reason="no PDL here"
 )
+
+
+@pytest.mark.gpu
+@needs_pdl
+def test_the_driver_knows_the_carveout(monkeypatch):
+    asked = []
+
+    def asks(kernel, percent):
+        prefer_carveout(kernel, percent)
+        asked.append((kernel, percent))
+
+    monkeypatch.setattr(fused_decode_wrapper, "prefer_carveout", asks)
+    x, weight = (torch.randn(*shape, dtype=torch.float16, device="cuda") for shape in ((256,), (64, 256)))
+    matvec(x, weight, torch.empty_like(x[:64]), pdl=True)
+    ((kernel, percent),) = asked
+    value = ctypes.c_int()
+    assert _cuda_driver().cuFuncGetAttribute(ctypes.byref(value), 9, ctypes.c_void_p(kernel.function)) == 0
+    assert value.value == percent > 0
+
+
+@pytest.mark.gpu
+@needs_pdl
 def test_pdl_gives_the_same_bits():
     """A chain in which every kernel reads what the one before it wrote, with and without PDL, 200 times."""
     device, dtype = torch.device("cuda"), torch.float16
