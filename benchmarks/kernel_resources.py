@@ -89,15 +89,13 @@ def half(*shape):
 
 def launch_decode(case, block_t):
     """The decode kernel on a DecodeCase with at most ``block_t`` keys per tile -> the tile that the wrapper took."""
-    from kernels.decode_attention_wrapper import choose_launch, decode_attention
-    from kernels.device import device_info
+    from kernels.decode_attention_wrapper import decode_attention, default_launch
 
     config.BLOCK_T = block_t
     heads, kv_heads, head_dim, length = case
-    cache = half(1, kv_heads, length, head_dim)
-    decode_attention(half(1, heads, head_dim), cache, cache, length)
-    device = device_info(cache.device)
-    return choose_launch(1, kv_heads, heads // kv_heads, head_dim, 2, length, device, block_t=block_t).block_t
+    q, cache = half(1, heads, head_dim), half(1, kv_heads, length, head_dim)
+    decode_attention(q, cache, cache, length)
+    return default_launch(q, cache, cache).block_t
 
 
 def launch_flash():

@@ -29,7 +29,7 @@ class DecodeLaunch(NamedTuple):
     """Launch choices. rows: query heads of one program; block_t: key positions per tile; programs_per_sm: programs of
     the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program, from the
     few_splits-th split of an item on; interleaved: whole splits take tiles in turn, not a run of them; tma: they take
-    them by tensor descriptor where the caches allow it; prefetch: whether a program asks the L2 for its first tile
+    them by tensor descriptor (see tma_fits); prefetch: whether a program asks the L2 for its first tile
     before it waits for q; pdl: programmatic dependent launch; early: whether whole splits let the next launch's
     programs come as soon as they have read their keys.
     """
@@ -121,6 +121,15 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         # another: a loss unless there are few of them, or one fills a multiprocessor.
         early=pdl and (tma or keys_per_sm <= 160),
     )  # fmt: skip
+
+
+def default_launch(q, k_cache, v_cache):
+    """The DecodeLaunch that decode_attention takes for these tensors."""
+    B, Hq, D = q.shape
+    Hkv, T_max = k_cache.shape[1:3]
+    device = device_info(q.device)
+    tma = tma_fits(device, k_cache, v_cache)
+    return choose_launch(B, Hkv, Hq // Hkv, D, q.element_size(), T_max, device, block_t=config.BLOCK_T, tma=tma)
 
 
 @functools.lru_cache(maxsize=256)
@@ -278,11 +287,8 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
     per_sequence = isinstance(cache_len, torch.Tensor)
     window = min(window or NO_WINDOW, NO_WINDOW)
     device = device_info(q.device)
-    tma = tma_fits(device, k_cache, v_cache)
     if choice is None:
-        choice = choose_launch(
-            B, Hkv, Hq // Hkv, D, q.element_size(), T_max, device, block_t=config.BLOCK_T, tma=tma
-        )  # fmt: skip
+        choice = default_launch(q, k_cache, v_cache)
     if num_programs is None:
         # The interpreter runs one program after the other: nothing to gain from splitting, and each program is slow.
         # Triton 3.2's compiler dies of the split kernel's batched products.
@@ -302,7 +308,7 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
             wide_offsets = max(k_cache.stride(2), v_cache.stride(2)) * choice.block_t >= 2**31
             grid, slot_rows, items, options = _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence)
             descriptors = (None,) * 4
-            if choice.tma and tma:
+            if choice.tma:
                 descriptors = [
                     tile_descriptor(cache, choice.block_t, columns) if columns else None
                     for cache in (k_cache, v_cache)
