@@ -123,12 +123,12 @@ def _run(loop, decoder, logits, sampler):
     cache = loop.kv_cache
     while True:
         tokens = greedy(logits) if sampler is None else sampler(loop.all_ids(), logits)
-        if not loop.accept(tokens):
-            return
         if sampler is None and hasattr(decoder, "run"):
             tokens = _run_ahead(loop, decoder, tokens, border)
             if tokens is None:
                 return
+        elif not loop.accept(tokens):
+            return
         if cache.cur_pos == border:
             # From here on the long factors hold, for the cached keys too: prefill everything anew, as HF does.
             logits = loop.prefill_again()
@@ -137,11 +137,12 @@ def _run(loop, decoder, logits, sampler):
 
 
 def _run_ahead(loop, decoder, tokens, border):
-    """Let the decoder feed itself in chunks; return the tokens to go on with at longrope's border, None when done.
+    """Let the decoder feed itself in chunks from ``tokens`` on, which are accepted too; return the tokens to go on with
+    at longrope's border, None when done.
 
     Chunk n is queued before chunk n - 1 is read, so the GPU has work while the host looks.
     """
-    pending, pending_steps = None, 0
+    pending, pending_steps = _start_copy(tokens[:, None]), 1
     while True:
         queued = loop.remaining - pending_steps
         room = queued if border is None or loop.kv_cache.cur_pos > border else border - loop.kv_cache.cur_pos
@@ -150,7 +151,7 @@ def _run_ahead(loop, decoder, tokens, border):
         if num_steps > 0:
             chunk = decoder.run(tokens, num_steps)
             arrival = _start_copy(chunk)
-        if pending is not None and not all(loop.accept(column) for column in pending().unbind(1)):
+        if not all(loop.accept(column) for column in pending().unbind(1)):
             return None
         if chunk is None:
             return tokens

@@ -153,6 +153,7 @@ def test_cold_graph_timing_counts_launches():
     contenders = {"add": [lambda t=t: t.add_(1) for t in x], "broken": [lambda: torch.ones(2, 3) @ torch.ones(2, 3)]}
     outcome = common.measure_cold(contenders, warmup=1, samples=5)
     assert 0 < outcome["add"].median_ms < 1
+    assert int(x[1][0]) == 1 + 7 * 4, "7 replays (the first, a warm-up, 5 samples) of 16 launches over 4 sets"
     assert isinstance(outcome["broken"], RuntimeError)
 
 
