@@ -42,8 +42,9 @@ SEED = 0
 # --- Kernels ---------------------------------------------------------------------------------------------------------
 
 # The most key positions that the decode kernel loads per step of its loop: a power of two from 16 to 256. The kernel
-# takes 64 or 32 by the length of the cache, fewer where more would spill registers, and never more than this:
-# kernels/decode_attention_wrapper.py, choose_launch; benchmarks/kernel_resources.py shows what each value costs.
+# takes 64 or 32 by the length of the cache, fewer where more would spill registers, and never more than this, but twice
+# as many where the copy engine of compute capability 9.0 loads them: kernels/decode_attention_wrapper.py,
+# choose_launch; benchmarks/kernel_resources.py shows what each value costs.
 BLOCK_T = 64
 
 # --- Measuring -------------------------------------------------------------------------------------------------------

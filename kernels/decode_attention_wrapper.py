@@ -53,7 +53,7 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     """DecodeLaunch for ``device`` (a DeviceInfo). A pure function.
 
     max_len: the most positions that a sequence can have (T_max: one cache, one compilation). block_t: the largest tile
-    wanted through pointers (config.BLOCK_T). tma: whether tensor descriptors may be used.
+    wanted (config.BLOCK_T), half of it with tensor descriptors. tma: whether these may be used.
 
     Measured on NVIDIA H200s, 2026-11-29 and 30, float16, batch 1, PDL, microseconds per call with cold caches (keys per
     tile, warps, stages, splits per head; "turn": a split takes tiles in turn, else a run of them; "early"; "TMA"):
@@ -91,7 +91,8 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     # So few keys are walked sooner than results of splits are merged.
     short = max_len <= 256 and group_size == 1
     if tma:
-        keys, num_warps = 128, 8
+        keys = 2 * min(block_t, 64)  # no registers go to addresses
+        num_warps = keys // 16
     elif tensor_cores:
         # Small programs start soonest; large ones keep more bytes on their way from memory.
         keys = 64 if short or long or group_size > 1 else 32

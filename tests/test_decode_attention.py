@@ -506,6 +506,7 @@ def test_launch_choices():
                         if dtype_bytes == 4:
                             assert choice.num_stages * tile_bytes <= device.shared_memory
     assert launch_choice(32, 1, 96, 131072, block_t=16).block_t == 16
+    assert launch_choice(32, 1, 96, 131072, block_t=16, tma=True)[1:3] == (32, 2), "twice the keys, a warp for each 16"
     assert launch_choice(1, 71, 64, 512).rows == 24
 
 
