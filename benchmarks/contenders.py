@@ -15,6 +15,11 @@ BACKENDS = {
 }
 
 
+def backend_of(name):
+    """``sdpa cudnn gqa`` -> ``cudnn``; None for what is no contender of SDPA."""
+    return name.split()[1] if name.startswith("sdpa ") else None
+
+
 def sdpa(backend, q, k, v, **kwargs):
     """scaled_dot_product_attention on one backend; RuntimeError where it does not take these inputs."""
     with warnings.catch_warnings(), sdpa_kernel(BACKENDS[backend]):
@@ -59,20 +64,22 @@ def decode_contenders(num_heads, num_kv_heads):
     return found
 
 
-def prefill_contenders(num_heads, num_kv_heads):
-    """name -> function(q, k, v), causal: every SDPA backend; grouped heads by ``enable_gqa`` and repeated."""
+def prefill_contenders(num_heads, num_kv_heads, *, causal):
+    """name -> function(q, k, v): every fused SDPA backend; grouped heads by ``enable_gqa`` and repeated.
+
+    "math" is not among them: it stores all scores, and took at least 15 times as long as the best, causal, on an H200.
+    """
     grouped = num_heads != num_kv_heads
+    fused = [backend for backend in BACKENDS if backend != "math"]
 
     def plain(backend, q, k, v):
-        return sdpa(backend, q, k, v, is_causal=True, enable_gqa=grouped)
+        return sdpa(backend, q, k, v, is_causal=causal, enable_gqa=grouped)
 
     def repeated(backend, q, k, v):
         k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
-        return sdpa(backend, q, k, v, is_causal=True)
+        return sdpa(backend, q, k, v, is_causal=causal)
 
-    found = {f"sdpa {backend}": functools.partial(plain, backend) for backend in BACKENDS}
+    found = {f"sdpa {backend}": functools.partial(plain, backend) for backend in fused}
     if grouped:
-        # "math" repeats them itself.
-        others = [backend for backend in BACKENDS if backend != "math"]
-        found |= {f"sdpa {backend} repeated": functools.partial(repeated, backend) for backend in others}
+        found |= {f"sdpa {backend} repeated": functools.partial(repeated, backend) for backend in fused}
     return found

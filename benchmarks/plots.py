@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import common, counts, decode_ladder
+from benchmarks import common, contenders, counts, decode_ladder
 
 # isort: split
 import cli
@@ -90,18 +90,11 @@ def draw_ladder(content, path):
     )
 
 
-def backend_of(name):
-    """``sdpa cudnn gqa`` -> ``cudnn``; None for this project's rows."""
-    if name.startswith("triton"):
-        return None
-    return name.removeprefix("sdpa ").removesuffix(" gqa").removesuffix(" repeated")
-
-
 def best_by(rows, x, value, better):
     """name -> {x: best value}: each backend in whichever form suits it best at that x."""
     found = {}
     for row in rows:
-        name = backend_of(row["case"]["contender"]) or row["case"]["contender"]
+        name = contenders.backend_of(row["case"]["contender"]) or row["case"]["contender"]
         points = found.setdefault(name, {})
         position = row["case"][x]
         points[position] = better(points.get(position, row[value]), row[value])
@@ -119,6 +112,11 @@ def style_of(name):
 
 def label_of(name):
     return name if name.startswith(("triton", "grouped")) else f"SDPA {name}"
+
+
+def thousands(length):
+    """``8192`` -> ``8K``."""
+    return str(length) if length % 1024 else f"{length // 1024}K"
 
 
 def draw_decode(content, path):
@@ -141,7 +139,7 @@ def draw_decode(content, path):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         ticks = [length for length in sorted(moved) if length.bit_length() % 2 == 0]
-        axes.set_xticks(ticks, [f"{length // 1024}K" if length >= 1024 else str(length) for length in ticks])
+        axes.set_xticks(ticks, [thousands(length) for length in ticks])
         axes.set_title(shape, fontsize=9)
         axes.set_xlabel("cache length (tokens)")
         axes.grid(alpha=0.25, which="major")
@@ -152,32 +150,36 @@ def draw_decode(content, path):
 
 
 def draw_prefill(content, path):
-    """TFLOP/s against sequence length: a row of panels per shape, forward and backward."""
+    """TFLOP/s against sequence length: a row of panels per shape, in it a panel per pass and mask."""
     rows = passed(content)
     shapes = list(dict.fromkeys(row["case"]["shape"] for row in rows))
+    masks = dict.fromkeys(row["case"]["mask"] for row in rows)
+    columns = [(direction, mask) for direction in ("forward", "backward") for mask in masks]
     plt = pyplot()
     figure, panels = plt.subplots(
-        len(shapes), 2, figsize=(WIDTH_INCHES, 2.5 * len(shapes) + 1.2), layout="constrained", squeeze=False
-    )
+        len(shapes), len(columns), figsize=(WIDTH_INCHES, 2.5 * len(shapes) + 1.2), sharex=True, sharey=True,
+        layout="constrained", squeeze=False,
+    )  # fmt: skip
     for line, shape in zip(panels, shapes, strict=True):
-        for axes, direction in zip(line, ("forward", "backward"), strict=True):
-            own = [row for row in rows if row["case"]["shape"] == shape and row["case"]["pass"] == direction]
+        for axes, (direction, mask) in zip(line, columns, strict=True):
+            panel = {"shape": shape, "mask": mask, "pass": direction}
+            own = [row for row in rows if panel.items() <= row["case"].items()]
             for name, points in best_by(own, "seq_len", "tflop_per_s", max).items():
                 lengths = sorted(points)
                 axes.plot(lengths, [points[length] for length in lengths], label=label_of(name), **style_of(name))
-            lengths = sorted({row["case"]["seq_len"] for row in own})
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(lengths, [str(length) for length in lengths])
-            axes.minorticks_off()
-            axes.set_ylim(bottom=0)
-            axes.set_title(f"{shape}, {direction}", fontsize=9)
+            axes.set_title(f"{direction}, {mask}", fontsize=9)
             axes.grid(alpha=0.25)
-        line[0].set_ylabel("TFLOP/s")
+        line[0].set_ylabel(f"{shape}\nTFLOP/s")
+    lengths = sorted({row["case"]["seq_len"] for row in rows})
     for axes in panels[-1]:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [thousands(length) for length in lengths])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
         axes.set_xlabel("sequence length (tokens)")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
-    return finish(figure, content, "Prefill attention: causal, batch 2", path)
+    return finish(figure, content, "Prefill attention, batch 2", path)
 
 
 GROUP_COLORS = dict(zip(GROUPS, (RED, BLUE, SKY, PINK, ORANGE, GREEN, YELLOW, GREY), strict=True))

@@ -1,12 +1,14 @@
-"""Prefill attention, forward and backward: the Triton FlashAttention kernels against every SDPA backend.
+"""Prefill attention, forward and backward: the Triton FlashAttention kernels against SDPA's fused backends.
 
-Causal, batch 2. Attention over long sequences is bound by the tensor cores, so the figure is TFLOP/s by the usual count
-(4 B H S^2 D, half of it causal, 2.5 times that backward). Event times, contenders alternating, caches warm; the memory
-is what a call takes at its peak on top of its inputs (backward: forward and backward together). Output and gradients
-are checked on the inputs that are timed.
+Causal and full, batch 2. Attention over long sequences is bound by the tensor cores, so the figure is TFLOP/s by the
+usual count (4 B H S^2 D, half of it causal, 2.5 times that backward). Event times, contenders alternating, caches warm;
+the memory is what a call takes at its peak on top of its inputs (backward: forward and backward together). Output and
+gradients are checked on the inputs that are timed. "gain" is the time of the fastest backend over the kernels', "gain
+over flash" that of PyTorch's own FlashAttention backend.
 """
 
 import functools
+import itertools
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -40,9 +42,9 @@ LENGTHS = [2048, 4096, 8192]
 TINY_SHAPES = (Shape("4/2 D=16", 2, 4, 2, 16), Shape("2/2 D=24", 1, 2, 2, 24))
 TINY_LENGTHS = [33, 64]
 
+MASKS = ("causal", "full")
+PASSES = ("forward", "backward")
 OURS = "triton"
-# A call slower than this gets SLOW_SAMPLES samples: it is out of the race, and the machine's time is better spent.
-SLOW_MS, SLOW_SAMPLES = 20, 5
 
 
 def make_inputs(shape, length, dtype, device):
@@ -69,17 +71,18 @@ def checked_parts(tensors, group_size):
     return [*queries, *(torch.stack((x[0, 0], x[-1, -1])) for x in (dk, dv))]
 
 
-def reference_parts(inputs, grad):
+def reference_parts(inputs, grad, causal):
     """``checked_parts`` of attention_ref in float64 (float32 beyond 2048 positions), one query head at a time."""
     q, k, v = (tensor.detach() for tensor in inputs)
     group_size = q.shape[1] // k.shape[1]
     wide = torch.float64 if q.shape[2] <= 2048 else torch.float32
+    function = functools.partial(attention_ref, causal=causal)
     outs, dqs, dks, dvs = [], [], [], []
     for b, heads, kv in ((0, range(group_size), 0), (-1, range(-group_size, 0), -1)):
         dk_sum, dv_sum = 0, 0
         for head in heads:
             one = [x.to(wide)[None, None].requires_grad_() for x in (q[b, head], k[b, kv], v[b, kv])]
-            out, dq, dk, dv = forward_and_backward(attention_ref, one, grad[b, head].to(wide)[None, None])
+            out, dq, dk, dv = forward_and_backward(function, one, grad[b, head].to(wide)[None, None])
             outs.append(out[0, 0])
             dqs.append(dq[0, 0])
             dk_sum, dv_sum = dk_sum + dk[0, 0], dv_sum + dv[0, 0]
@@ -88,9 +91,9 @@ def reference_parts(inputs, grad):
     return [torch.stack(parts) for parts in (outs, dqs, dks, dvs)]
 
 
-def native(q, k, v):
+def native(q, k, v, causal):
     """PyTorch's own choice of SDPA backend: its error is the bar."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def check(function, inputs, grad, reference, native_parts, factor):
@@ -102,42 +105,41 @@ def check(function, inputs, grad, reference, native_parts, factor):
     }
 
 
-def bars(inputs, grad):
+def bars(inputs, grad, causal):
     """The reference and PyTorch's own answer for ``check``."""
     group_size = inputs[0].shape[1] // inputs[1].shape[1]
-    return reference_parts(inputs, grad), checked_parts(forward_and_backward(native, inputs, grad), group_size)
+    answer = forward_and_backward(functools.partial(native, causal=causal), inputs, grad)
+    return reference_parts(inputs, grad, causal), checked_parts(answer, group_size)
 
 
 def check_tiny(device, dtype):
     """Without a GPU: are output and gradients right? -> whether all small cases are."""
     rows = []
-    for shape in TINY_SHAPES:
-        for length in TINY_LENGTHS:
-            inputs, grad = make_inputs(shape, length, dtype, device)
-            for name, found in check(flash_attention, inputs, grad, *bars(inputs, grad), common.OURS_FACTOR).items():
-                rows.append(
-                    (shape.name, length, name, f"{found.max_error:.1e}", f"{found.native_max_error:.1e}", found.ok)
-                )
-    cli.table(("shape", "S", "tensor", "max error", "PyTorch's", "right"), rows)
+    for shape, mask, length in itertools.product(TINY_SHAPES, MASKS, TINY_LENGTHS):
+        inputs, grad = make_inputs(shape, length, dtype, device)
+        causal = mask == "causal"
+        function = functools.partial(flash_attention, causal=causal)
+        for name, found in check(function, inputs, grad, *bars(inputs, grad, causal), common.OURS_FACTOR).items():
+            rows.append(
+                (shape.name, mask, length, name, f"{found.max_error:.1e}", f"{found.native_max_error:.1e}", found.ok)
+            )
+    cli.table(("shape", "mask", "S", "tensor", "max error", "PyTorch's", "right"), rows)
     return all(row[-1] for row in rows)
 
 
-def measure(functions, samples):
-    """name -> Timing of each function; slow ones are timed apart with fewer samples."""
-    clock = common.EventClock()
-    quick = common.measure(functions, clock, warmup=1, samples=1)
-    slow = {name for name, timing in quick.items() if timing.median_ms > SLOW_MS}
-    timings = common.measure({n: f for n, f in functions.items() if n not in slow}, clock, warmup=2, samples=samples)
-    timings |= common.measure({n: f for n, f in functions.items() if n in slow}, clock, warmup=0, samples=SLOW_SAMPLES)
-    return {name: common.Timing(timing.samples_ms, quick[name].first_call_ms) for name, timing in timings.items()}
+def case_of(shape, mask, length, direction, contender):
+    """The identity of a row."""
+    return {"shape": shape.name, "mask": mask, "seq_len": length, "pass": direction, "contender": contender}
 
 
-def measure_length(shape, length, dtype, device, samples, results):
+def measure_length(shape, mask, length, dtype, device, samples, results):
     """Check and time forward and backward of every contender; rows go to ``results`` -> (pass, name) -> row."""
     inputs, grad = make_inputs(shape, length, dtype, device)
     detached = [tensor.detach() for tensor in inputs]
-    reference, native_parts = bars(inputs, grad)
-    functions = {OURS: flash_attention} | contenders.prefill_contenders(shape.num_heads, shape.num_kv_heads)
+    causal = mask == "causal"
+    reference, native_parts = bars(inputs, grad, causal)
+    functions = {OURS: functools.partial(flash_attention, causal=causal)}
+    functions |= contenders.prefill_contenders(shape.num_heads, shape.num_kv_heads, causal=causal)
     checks, errors, memory = {}, {}, {}
     for name, function in functions.items():
         factor = common.OURS_FACTOR if name == OURS else common.CONTENDER_FACTOR
@@ -154,22 +156,20 @@ def measure_length(shape, length, dtype, device, samples, results):
         for name, found in checks.items()
         if name not in errors and all(c.ok for c in found.values())
     }
-    forward = measure({name: functools.partial(function, *detached) for name, function in right.items()}, samples)
-    outputs = {name: function(*inputs) for name, function in right.items()}
-    backward = measure(
-        {
-            name: functools.partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
-            for name, out in outputs.items()
+    timed = {
+        "forward": {name: functools.partial(function, *detached) for name, function in right.items()},
+        "backward": {
+            name: functools.partial(torch.autograd.grad, function(*inputs), inputs, grad, retain_graph=True)
+            for name, function in right.items()
         },
-        samples,
-    )
+    }
+    size = (shape.batch, shape.num_heads, length, length, shape.head_dim)
     rows = {}
-    for direction, timings in (("forward", forward), ("backward", backward)):
-        flops = counts.attention_flops(
-            shape.batch, shape.num_heads, length, length, shape.head_dim, causal=True, backward=direction == "backward"
-        )
+    for direction in PASSES:
+        timings = common.measure(timed[direction], common.EventClock(), warmup=2, samples=samples)
+        flops = counts.attention_flops(*size, causal=causal, backward=direction == "backward")
         for name in functions:
-            case = {"shape": shape.name, "seq_len": length, "pass": direction, "contender": name}
+            case = case_of(shape, mask, length, direction, name)
             if name in errors:
                 row = results.add_error(case, errors[name])
             elif name not in right:
@@ -188,25 +188,46 @@ def measure_length(shape, length, dtype, device, samples, results):
     return rows
 
 
-def table_line(length, direction, rows):
-    """One line of the printed table: ours, and the best of the others -> (line, ours / best in speed or None)."""
-    ours = rows[direction, OURS]
-    others = [
+def fastest(rows, direction, backends):
+    """The fastest PASSED row of these SDPA backends, in whichever form, or None."""
+    found = [
         row for (way, name), row in rows.items()
-        if way == direction and name != OURS and row["status"] == common.PASSED
+        if way == direction and contenders.backend_of(name) in backends and row["status"] == common.PASSED
     ]  # fmt: skip
-    best = min(others, key=lambda row: row["median_ms"], default=None)
-    if ours["status"] != common.PASSED or best is None:
-        return (length, direction, ours["status"], *["-"] * 7), None
-    gain = best["median_ms"] / ours["median_ms"]
-    return (
-        length, direction, f"{ours['median_ms']:.3f}", f"{ours['std_ms']:.3f}", f"{ours['tflop_per_s']:.0f}",
-        f"{ours['peak_memory_bytes'] / 1e6:.0f}", f"{best['median_ms']:.3f}", f"{best['tflop_per_s']:.0f}",
-        best["case"]["contender"], f"{gain:.2f}x",
-    ), gain  # fmt: skip
+    return min(found, key=lambda row: row["median_ms"], default=None)
 
 
-COLUMNS = ("S", "pass", "triton ms", "std", "TFLOP/s", "memory MB", "best ms", "TFLOP/s", "best other", "gain")
+def table_line(length, direction, rows):
+    """One line of the table, and the gains over the best backend and over FlashAttention (each None where unknown)."""
+    ours = rows[direction, OURS]
+    best, flash = (fastest(rows, direction, backends) for backends in (contenders.BACKENDS, ("flash",)))
+    cells, gains = [ours["status"], *["-"] * 3], [None, None]
+    if ours["status"] == common.PASSED:
+        cells = [f"{ours['median_ms']:.3f}", f"{ours['std_ms']:.3f}", *rate_and_memory(ours)]
+        gains = [None if other is None else other["median_ms"] / ours["median_ms"] for other in (best, flash)]
+    if best is None:
+        cells += ["-"] * 4
+    else:
+        cells += [best["case"]["contender"], f"{best['median_ms']:.3f}", *rate_and_memory(best)]
+    return (length, direction, *cells, *("-" if gain is None else f"{gain:.2f}x" for gain in gains)), gains
+
+
+def rate_and_memory(row):
+    return f"{row['tflop_per_s']:.0f}", f"{row['peak_memory_bytes'] / 1e6:.0f}"
+
+
+COLUMNS = (
+    "S", "pass", "triton ms", "std", "TFLOP/s", "MB", "best other", "ms", "TFLOP/s", "MB", "gain", "gain over flash",
+)  # fmt: skip
+
+
+def spans(gains):
+    """pass -> gains, each from least to most as text: "forward 0.85x to 0.89x, backward unknown"."""
+    parts = []
+    for direction, found in gains.items():
+        known = [gain for gain in found if gain is not None]
+        parts.append(f"{direction} " + (f"{min(known):.2f}x to {max(known):.2f}x" if known else "unknown"))
+    return ", ".join(parts)
 
 
 def main():
@@ -222,35 +243,32 @@ def main():
         ok = check_tiny(device, dtype)
         return common.finish(None, ok, "output and gradients agree with the float64 reference on small cases")
 
-    print(
-        f"Ceiling: the best SDPA backend on this GPU, timed in the same run. {dtype}, causal, batch 2, warm caches.\n"
-    )
+    print(f"Ceiling: the best SDPA backend on this GPU, timed in the same run. {dtype}, batch 2, warm caches.\n")
     results = common.Results("prefill_vs_sdpa", vars(args), common.WARM_EVENTS)
-    gains = []
-    for shape in (SHAPES[index] for index in args.shapes):
+    over_best, over_flash = ({direction: [] for direction in PASSES} for _ in range(2))
+    for shape, mask in itertools.product((SHAPES[index] for index in args.shapes), MASKS):
         lines = []
-        for length in common.progress(args.lengths, shape.name):
+        for length in common.progress(args.lengths, f"{shape.name}, {mask}"):
             try:
-                rows = measure_length(shape, length, dtype, device, args.samples, results)
+                rows = measure_length(shape, mask, length, dtype, device, args.samples, results)
             except torch.OutOfMemoryError as error:
-                results.add_error({"shape": shape.name, "seq_len": length, "contender": OURS}, error)
-                lines.append((length, "both", common.OOM, *["-"] * 7))
-                continue
-            for direction in ("forward", "backward"):
-                line, gain = table_line(length, direction, rows)
+                rows = {
+                    (direction, OURS): results.add_error(case_of(shape, mask, length, direction, OURS), error)
+                    for direction in PASSES
+                }
+            for direction in PASSES:
+                line, gains = table_line(length, direction, rows)
                 lines.append(line)
-                gains.append(gain)
-        print(shape.name)
+                over_best[direction].append(gains[0])
+                over_flash[direction].append(gains[1])
+        print(f"{shape.name}, {mask}")
         cli.table(COLUMNS, lines)
     wrong = False
     for row in results.rows:
         if row["status"] in (common.INCORRECT, common.OOM):
             print(f"{row['status']}: {row['case']} {row['reason']}")
             wrong |= row["status"] == common.INCORRECT and row["case"]["contender"] == OURS
-    known = [gain for gain in gains if gain is not None]
-    text = "no row to compare"
-    if known:
-        text = f"{min(known):.2f} to {max(known):.2f} times the speed of the best SDPA backend, {len(known)} rows"
+    text = f"gain over the best SDPA backend: {spans(over_best)}; over its FlashAttention: {spans(over_flash)}"
     return common.finish(results, not wrong, text, args.results_dir)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import common, compare_decode_latency, decode_ladder, plots, roofline
+from benchmarks import common, compare_decode_latency, decode_ladder, plots, prefill_vs_sdpa, roofline
 from benchmarks import kernel_resources as resources
 
 # isort: split
@@ -193,33 +193,18 @@ def decode_vs_eager(content):
 
 def prefill(content):
     parts = []
-    for shape in dict.fromkeys(row["case"]["shape"] for row in content["rows"]):
-        lines = []
-        own = [row for row in content["rows"] if row["case"]["shape"] == shape and "pass" in row["case"]]
-        for length in dict.fromkeys(row["case"]["seq_len"] for row in own):
-            for direction in ("forward", "backward"):
-                rows = [row for row in own if (row["case"]["seq_len"], row["case"]["pass"]) == (length, direction)]
-                ours = next(row for row in rows if row["case"]["contender"] == "triton")
-                others = [r for r in rows if r is not ours and r["status"] == common.PASSED]
-                best = min(others, key=lambda row: row["median_ms"], default=None)
-                cells = by_status(ours, lambda ours=ours: [
-                    f"{ours['median_ms']:.3f}", f"{ours['std_ms']:.3f}", f"{ours['tflop_per_s']:.0f}",
-                    f"{ours['peak_memory_bytes'] / 1e6:.0f}",
-                ])  # fmt: skip
-                cells = padded(cells, 4)
-                if best is not None:
-                    gain = f"{best['median_ms'] / ours['median_ms']:.2f}x" if ours["status"] == common.PASSED else "-"
-                    memory = f"{best['peak_memory_bytes'] / 1e6:.0f}"
-                    cells += [
-                        best["case"]["contender"],
-                        f"{best['median_ms']:.3f}",
-                        f"{best['tflop_per_s']:.0f}",
-                        memory,
-                        gain,
-                    ]
-                lines.append((str(length), direction, *padded(cells, 9)))
-        columns = ("S", "pass", "triton ms", "std", "TFLOP/s", "MB", "best other", "ms", "TFLOP/s", "MB", "gain")
-        parts.append(f"{shape}, causal, batch 2:\n\n{markdown(columns, lines)}")
+    for shape, mask in dict.fromkeys((row["case"]["shape"], row["case"]["mask"]) for row in content["rows"]):
+        found = {}
+        for row in content["rows"]:
+            case = row["case"]
+            if (case["shape"], case["mask"]) == (shape, mask):
+                found.setdefault(case["seq_len"], {})[case["pass"], case["contender"]] = row
+        lines = [
+            prefill_vs_sdpa.table_line(length, direction, rows)[0]
+            for length, rows in found.items()
+            for direction in prefill_vs_sdpa.PASSES
+        ]
+        parts.append(f"{shape}, {mask}, batch 2:\n\n{markdown(prefill_vs_sdpa.COLUMNS, lines)}")
     return "\n\n".join(parts)
 
 

@@ -29,9 +29,16 @@ def test_decode_contenders_agree(num_heads, num_kv_heads):
     assert {"sdpa math", "grouped matmul", "eager"} <= agreeing(found, (q, k, v), reference)
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2)], ids=["mha", "gqa"])
-def test_prefill_contenders_agree(num_heads, num_kv_heads):
+def test_prefill_contenders_agree(num_heads, num_kv_heads, causal):
     q, k, v = torch.randn(2, num_heads, 19, 16), *torch.randn(2, 2, num_kv_heads, 19, 16)
-    names = agreeing(contenders.prefill_contenders(num_heads, num_kv_heads), (q, k, v), attention_ref(q, k, v))
-    assert "sdpa math" in names
-    assert any(name.endswith("repeated") for name in names) == (num_heads != num_kv_heads)
+    found = contenders.prefill_contenders(num_heads, num_kv_heads, causal=causal)
+    names = agreeing(found, (q, k, v), attention_ref(q, k, v, causal=causal))
+    assert "sdpa flash" in names
+    assert ("sdpa flash repeated" in names) == (num_heads != num_kv_heads)
+
+
+def test_the_backend_in_a_name():
+    names = ("sdpa cudnn", "sdpa flash repeated", "sdpa efficient gqa", "grouped matmul", "triton", "sdpa")
+    assert [contenders.backend_of(name) for name in names] == ["cudnn", "flash", "efficient", None, None, None]

@@ -22,6 +22,14 @@ def size_of(picture):
     return struct.unpack(">II", data[16:24])
 
 
+PREFILL_RATES = {
+    ("forward", "causal"): 400.0,
+    ("forward", "full"): 450.0,
+    ("backward", "causal"): 300.0,
+    ("backward", "full"): 350.0,
+}
+
+
 def write_all(folder):
     write_ladder(folder, {"0": 30.0, "0s": 6.0, "1": 20.0, "2": None, "3": 21.0})
     decode = common.Results("compare_decode_latency", {}, "by hand")
@@ -32,9 +40,9 @@ def write_all(folder):
             decode.add(
                 {"shape": "a", "cache_len": length, "contender": contender}, timing=timing(length / 1e5), bytes=10**6
             )
-            for direction in ("forward", "backward"):
-                case = {"shape": "a", "seq_len": length, "pass": direction, "contender": contender}
-                prefill.add(case, timing=timing(1.0), tflop_per_s=100.0)
+            for direction, mask in PREFILL_RATES:
+                case = {"shape": "a", "mask": mask, "seq_len": length, "pass": direction, "contender": contender}
+                prefill.add(case, timing=timing(1.0), tflop_per_s=PREFILL_RATES[direction, mask])
     decode.write_as(GPU, folder)
     prefill.write_as(GPU, folder)
     profile = common.Results("decode_profile", {"model_path": "random:tiny"}, "by hand")
@@ -51,6 +59,21 @@ def test_every_plot_is_drawn_at_twice_a_readmes_width(tmp_path):
         assert picture.parent == tmp_path / "fake-gpu-9000"
         width, height = size_of(picture)
         assert width == 1660 and 400 < height < 2500
+
+
+def test_prefill_has_a_panel_per_pass_and_mask(monkeypatch, tmp_path):
+    write_all(tmp_path)
+    monkeypatch.setattr(plots, "finish", lambda figure, *_: figure)
+    content = common.load_results(tmp_path / "fake-gpu-9000" / "prefill_vs_sdpa.json")
+    figure = plots.draw_prefill(content, tmp_path / "unused.png")
+    drawn = {
+        axes.get_title(): {line.get_label(): list(line.get_ydata()) for line in axes.lines} for axes in figure.axes
+    }
+    plots.pyplot().close(figure)
+    assert drawn == {
+        f"{direction}, {mask}": {"triton": [rate] * 2, "SDPA cudnn": [rate] * 2}
+        for (direction, mask), rate in PREFILL_RATES.items()
+    }
 
 
 def test_nothing_to_draw_draws_nothing(tmp_path):

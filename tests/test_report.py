@@ -1,9 +1,11 @@
 """The report's round trip: the README can say only what the result files say."""
 
+import itertools
+
 import pytest
 
 import cli
-from benchmarks import common, report
+from benchmarks import common, compare_results, report
 from profiling.digest import GROUPS
 from tests.result_files import GPU, pretend_gpu, timing, write_ladder
 
@@ -150,8 +152,8 @@ def test_tables_of_a_measured_set(monkeypatch, fake_gpu, tmp_path):
     def decode(q, k, v, length):
         return contenders.grouped_matmul_decode(q, k, v)
 
-    def prefill(q, k, v):
-        return contenders.sdpa("math", q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    def prefill(q, k, v, *, causal):
+        return contenders.sdpa("math", q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
     monkeypatch.setattr(compare_decode_latency, "decode_attention", decode)
     monkeypatch.setattr(compare_decode_latency, "SHAPES", compare_decode_latency.TINY_SHAPES)
@@ -168,6 +170,29 @@ def test_tables_of_a_measured_set(monkeypatch, fake_gpu, tmp_path):
         (ours, *_) = (row for row in fake_gpu.rows(name) if row["case"]["contender"] == "triton")
         factor, digits = (1, 3) if name == "prefill_vs_sdpa" else (1e3, 1)
         assert f"{factor * ours['median_ms']:.{digits}f}" in text
+
+
+def test_prefill_has_a_table_per_shape_and_mask_and_rows_without_a_mask_are_causal(tmp_path):
+    def write(folder, masks, ms):
+        results = common.Results("prefill_vs_sdpa", {}, "by hand")
+        for mask, direction, contender in itertools.product(masks, ("forward", "backward"), ("triton", "sdpa flash")):
+            case = {"shape": "a", "mask": mask, "seq_len": 64, "pass": direction, "contender": contender}
+            if mask is None:
+                del case["mask"]
+            time_ms = ms[mask] * (1 if contender == "triton" else 1.5)
+            results.add(case, timing=timing(time_ms), tflop_per_s=100.0, peak_memory_bytes=10**6)
+        results.write_as(GPU, folder)
+        return report.build("prefill_vs_sdpa", folder, folder)
+
+    old = write(tmp_path / "old", [None], {None: 1.0})
+    assert "a, causal, batch 2:" in old and "full" not in old
+    causal, full = write(tmp_path / "new", ["causal", "full"], {"causal": 1.0, "full": 2.0}).split("a, full, batch 2:")
+    assert "a, causal, batch 2:" in causal
+    for table, ms in ((causal, "1.000"), (full, "2.000")):
+        assert f"| 64 | backward | {ms} |" in table and table.count("| 1.50x | 1.50x |") == 2
+    files = (tmp_path / age / "fake-gpu-9000/prefill_vs_sdpa.json" for age in ("old", "new"))
+    _, regressions = compare_results.compare(*map(common.load_results, files), 1.05)
+    assert regressions == []
 
 
 def test_profile_table_adds_up_and_carries_the_verdict(tmp_path):
