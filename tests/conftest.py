@@ -12,11 +12,33 @@ import pytest
 import torch
 import torch.utils._device
 
-import kernels  # noqa: F401  before anything that imports triton
+import kernels  # before anything that imports triton
 import model  # noqa: F401  before anything that imports transformers (see there)
 
 # `with torch.device("cuda")` looks up the functions it redirects once and remembers them: before any is replaced below.
 torch.utils._device._device_constructors()
+
+
+def patch_once_per_launch():
+    """Spare the interpreter a third of its time. When a kernel starts it replaces the builtins of triton.language; in
+    each call of a device function it looks for them again, when none is left. A module's first one says so here.
+    """
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    patch, first = interpreter._patch_builtin, {}
+
+    def patch_if_needed(module, *arguments):
+        if module not in first:
+            first[module] = next((name for name in dir(module) if is_builtin(getattr(module, name, None))), None)
+        if first[module] is None or is_builtin(getattr(module, first[module])):
+            patch(module, *arguments)
+
+    interpreter._patch_builtin = patch_if_needed
+
+
+if kernels.INTERPRETED:
+    patch_once_per_launch()
 
 
 def pytest_collection_modifyitems(items):
