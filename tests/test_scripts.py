@@ -25,13 +25,20 @@ SCRIPTS = sorted(
 STEPS = ["model/inspect_attention.py", "model/validate_decode_attention_triton.py", "run_baseline.py"]
 
 
+UNSET = ("PHI_TRITON_", "PYTEST_", "TRITON_INTERPRET")  # the last by kernels/ in this process
+
+
+def outside():
+    """The environment as a user has it."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(UNSET)}
+    return {**inherited, "OMP_NUM_THREADS": "1"}
+
+
 def run(script, *arguments, cwd=ROOT, **environment):
     """Run ``script`` (relative to the root) in a process of its own; returns the CompletedProcess with its texts."""
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("PHI_TRITON_", "PYTEST_"))}
     return subprocess.run(
         [sys.executable, os.path.relpath(ROOT / script, cwd), *arguments],
-        cwd=cwd, env={**outside, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, encoding="utf-8", timeout=300,
+        cwd=cwd, env={**outside(), **environment}, capture_output=True, text=True, encoding="utf-8", timeout=300,
     )  # fmt: skip
 
 
@@ -39,12 +46,43 @@ def test_the_steps_are_among_the_scripts():
     assert set(STEPS) <= set(SCRIPTS)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_from_another_folder(script, tmp_path):
+# A process for each script, but only one import of what takes long and is not ours. Triton takes long as well, but a
+# script has to import kernels/ before it. Without freeze() and _exit() the memory of each is walked and copied.
+HELP_OF_EACH = """
+import gc, os, runpy, sys
+import sympy, torch, transformers
+
+gc.freeze()
+for number, script in enumerate(sys.argv[1:]):
+    child = os.fork()
+    if child == 0:
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv, sys.path[0] = [script, "--help"], os.path.dirname(os.path.abspath(script))
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            sys.stdout.flush()
+            os._exit(end.code)
+        raise RuntimeError("the script went on after its help")
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_help_from_another_folder(tmp_path):
     """`python model/x.py` puts model/ on the path and not the root: each script has to find the packages itself."""
-    result = run(script, "--help", cwd=tmp_path)
+    paths = [os.path.relpath(ROOT / script, tmp_path) for script in SCRIPTS]
+    result = subprocess.run(
+        [sys.executable, "-c", HELP_OF_EACH, *paths],
+        cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("usage:")
+    failed = {}
+    for number, (script, code) in enumerate(zip(SCRIPTS, result.stdout.split(), strict=True)):
+        stdout, stderr = ((tmp_path / f"{number}.{name}").read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+        if code != "0" or not stdout.startswith("usage:"):
+            failed[script] = stderr or stdout
+    assert not failed, "\n".join(f"{script}: {text}" for script, text in failed.items())
 
 
 # --- A package named kernels -----------------------------------------------------------------------------------------
@@ -120,8 +158,10 @@ def assert_one_line_error(result, message):
 
 
 def test_a_process_ends_with_the_line_and_code_2(tmp_path):
-    """What the other cases check in this process, once from outside: no traceback behind the line."""
-    result = run("model/inspect_attention.py", PHI_TRITON_MODEL_PATH="nowhere")
+    """What the other cases check in this process, once from outside: no traceback behind the line. In another folder,
+    as the help above, but started by Python itself.
+    """
+    result = run("model/inspect_attention.py", cwd=tmp_path, PHI_TRITON_MODEL_PATH="nowhere")
     assert_one_line_error((result.returncode, result.stdout, result.stderr), "MODEL_PATH 'nowhere' does not exist")
 
 
