@@ -589,10 +589,24 @@ from kernels.decode_attention_wrapper import decode_attention, decode_attention_
 """
 
 
-@pytest.mark.parametrize("capability", ((7, 5), (8, 0), (8, 9), (9, 0), (12, 0)), ids=str)
-def test_compiles_without_spills(capability):
+@pytest.mark.parametrize(
+    "capability, shapes",
+    (
+        ((7, 5), "COMMON + RARE"),
+        ((8, 0), "COMMON"),
+        ((8, 9), "COMMON + RARE"),
+        ((9, 0), "COMMON + RARE"),
+        ((12, 0), "COMMON"),
+        pytest.param((8, 0), "RARE", marks=pytest.mark.slow),
+        pytest.param((12, 0), "RARE", marks=pytest.mark.slow),
+    ),
+    ids=str,
+)
+def test_compiles_without_spills(capability, shapes):
     """At the default tiles, for a short and for a long cache. Odd groups, fp32 (for checking only) and, for a batch of
     unequal lengths, what lives across the loop over items may keep a few values in memory; head_dim 256 on Turing many.
+
+    Rare shapes are compiled for little and for much shared memory, without and with programmatic dependent launch.
     """
     run_python(
         AOT
@@ -600,9 +614,11 @@ def test_compiles_without_spills(capability):
 from kernels.device import SHARED_MEMORY
 capability = {capability}
 LENGTHS = torch.zeros(2, dtype=torch.int32)
-for Hq, Hkv, D, dtype, limit in (
+COMMON = (
     (32, 32, 96, torch.float16, 0),
     (32, 8, 128, torch.float16, 0),
+)
+RARE = (
     (16, 4, 256, torch.float16, 0),
     (8, 8, 256, torch.float16, 0),
     (8, 8, 200, torch.float16, 0),
@@ -610,7 +626,8 @@ for Hq, Hkv, D, dtype, limit in (
     (71, 1, 64, torch.float16, 32),
     (32, 32, 96, torch.float32, 32),
     (16, 8, 256, torch.float32, 256),
-):
+)
+for Hq, Hkv, D, dtype, limit in {shapes}:
     if D >= 200 and capability < (8, 0):
         continue
     for T_max in (64, 65536) if capability >= (8, 0) and (dtype == torch.float16 or D == 256) else (64,):
