@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import config
+import kernels
 import run_baseline
+from kernels import decode_attention_wrapper, flash_attention_wrapper
 from model.generate import generate
 from model.load_model import load_model, load_tokenizer
 from model.phi3_decode import hf_generate
@@ -25,11 +27,19 @@ def demo():
     return load_model(path, dtype=torch.float32, device=DEVICE), load_tokenizer(path)
 
 
+@pytest.fixture
+def one_tile(monkeypatch):
+    """The interpreter's time goes by tiles, not by their size: one for the whole prompt, one for the whole cache."""
+    if kernels.INTERPRETED:
+        decode, prefill = decode_attention_wrapper, flash_attention_wrapper
+        launch, tiles = decode.choose_launch, prefill.choose_tiles
+        monkeypatch.setattr(decode, "choose_launch", lambda *a, **kw: launch(*a, **kw)._replace(block_t=128))
+        monkeypatch.setattr(prefill, "choose_tiles", lambda *a, **kw: tiles(*a, **kw)._replace(block_m=64, block_n=64))
+
+
 @pytest.mark.parametrize("text", PROMPTS)
-def test_64_tokens_equal_hugging_faces(demo, text, monkeypatch):
+def test_64_tokens_equal_hugging_faces(demo, text, one_tile):
     model, tokenizer = demo
-    # One tile for the whole sequence: the interpreter's time goes by tiles, not by their size.
-    monkeypatch.setattr(config, "BLOCK_T", 128)
     ids = run_baseline.encode(tokenizer, text).to(DEVICE)
     out = generate(model, ids, 64)
     expected, _ = hf_generate(model, ids, out.shape[1])
