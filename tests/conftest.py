@@ -1,5 +1,6 @@
 """Shared by all tests: kernels first (they decide about the interpreter), fixed seeds, NaN in fresh memory."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -20,21 +21,23 @@ torch.utils._device._device_constructors()
 
 
 def patch_once_per_launch():
-    """Spare the interpreter a third of its time. When a kernel starts it replaces the builtins of triton.language; in
-    each call of a device function it looks for them again, when none is left. A module's first one says so here.
+    """Spare the interpreter a third of its time. When a kernel starts it replaces the functions of triton.language by
+    its own; in each call of a device function it searches them all again, and by then there is none left to replace.
     """
-    from triton.language.core import is_builtin
+    from triton import language
     from triton.runtime import interpreter
 
-    patch, first = interpreter._patch_builtin, {}
+    patch = interpreter._patch_lang
 
-    def patch_if_needed(module, *arguments):
-        if module not in first:
-            first[module] = next((name for name in dir(module) if is_builtin(getattr(module, name, None))), None)
-        if first[module] is None or is_builtin(getattr(module, first[module])):
-            patch(module, *arguments)
+    @functools.cache
+    def languages(module):
+        return [value for value in vars(sys.modules[module]).values() if value is language or value is language.core]
 
-    interpreter._patch_builtin = patch_if_needed
+    def patch_if_needed(fn):
+        if any(language.core.is_builtin(one.program_id) for one in languages(fn.__module__)):
+            return patch(fn)
+
+    interpreter._patch_lang = patch_if_needed
 
 
 if kernels.INTERPRETED:
