@@ -60,7 +60,7 @@ demo: setup
 	$(RUN) run_baseline.py
 
 test: setup lint
-	$(PYTEST) -n $(JOBS) -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 test-gpu: $(READY)
 	$(PYTEST) -m "not slow" $(ARGS)
