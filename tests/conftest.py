@@ -23,11 +23,14 @@ torch.utils._device._device_constructors()
 def patch_once_per_launch():
     """Spare the interpreter a third of its time. When a kernel starts it replaces the functions of triton.language by
     its own; in each call of a device function it searches them all again, and by then there is none left to replace.
+    Nothing depends on it: a Triton without that inner function only takes longer.
     """
     from triton import language
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang
+    patch = getattr(interpreter, "_patch_lang", None)
+    if patch is None:
+        return
 
     @functools.cache
     def languages(module):
