@@ -28,8 +28,8 @@ def make_decoder(path, model, kv_cache, **options):
     """The decoder of a rung: an object with ``step(token_ids [B]) -> logits [B, vocab]``.
 
     Those of "graph" and "fused" also have ``run(token_ids [B], num_steps) -> ids [B, num_steps]`` on the device:
-    greedy, without waiting for the host. ``options`` go to the decoder (fused: ``pdl``). ValueError: unknown path, or
-    weights that are offloaded.
+    greedy, without waiting for the host; ``captured`` says whether it can start at once. ``options`` go to the decoder
+    (fused: ``pdl``). ValueError: unknown path, or weights that are offloaded.
     """
     check_weights_are_here(model)
     if path == "cat":
@@ -74,8 +74,10 @@ def generate(
     ``(ids [B, L], logits [B, vocab]) -> [B]``; greedy without. decoder: one made by ``make_decoder`` for this model, to
     reuse a captured graph; ``path`` has no say then, and its cache is the one used.
 
-    Ctrl-C returns what was generated so far. ValueError for an empty prompt, or one that with its continuation does not
-    fit the cache; RuntimeError for NaN logits.
+    A decoder that feeds itself may have written up to 2 * STEPS_AHEAD - 1 positions more than were accepted when
+    generation stops early: ``kv_cache.reset()`` before the next sequence. Ctrl-C returns what was generated so far.
+    ValueError for an empty prompt, or one that with its continuation does not fit the cache; RuntimeError for NaN
+    logits.
     """
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must be [B, S], got shape {list(input_ids.shape)}")
@@ -140,22 +142,31 @@ def _run_ahead(loop, decoder, tokens, border):
     """Let the decoder feed itself in chunks from ``tokens`` on, which are accepted too; return the tokens to go on with
     at longrope's border, None when done.
 
-    Chunk n is queued before chunk n - 1 is read, so the GPU has work while the host looks.
+    Chunk n is queued before chunk n - 1 is read, so the GPU has work while the host looks. The first is one step: what
+    prefill chose is to be seen at once. A decoder that has to capture first, or that computes on the CPU, takes its
+    time: what is there is read before.
     """
-    pending, pending_steps = _start_copy(tokens[:, None]), 1
+    pending, pending_steps, steps = _start_copy(tokens[:, None]), 1, 1
+
+    def accept():
+        return all(loop.accept(column) for column in pending().unbind(1))
+
     while True:
         queued = loop.remaining - pending_steps
         room = queued if border is None or loop.kv_cache.cur_pos > border else border - loop.kv_cache.cur_pos
-        num_steps = min(STEPS_AHEAD, queued, room)
+        num_steps = min(steps, queued, room)
         chunk = arrival = None
+        at_once = decoder.captured
+        if not at_once and not accept():
+            return None
         if num_steps > 0:
             chunk = decoder.run(tokens, num_steps)
             arrival = _start_copy(chunk)
-        if not all(loop.accept(column) for column in pending().unbind(1)):
+        if at_once and not accept():
             return None
         if chunk is None:
             return tokens
-        pending, pending_steps, tokens = arrival, num_steps, chunk[:, -1]
+        pending, pending_steps, tokens, steps = arrival, num_steps, chunk[:, -1], STEPS_AHEAD
 
 
 def _start_copy(ids):

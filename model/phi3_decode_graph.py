@@ -27,6 +27,11 @@ class CapturedDecoder:
         self.logits = None
         self._graphs = {}
 
+    @property
+    def captured(self):
+        """Whether the next step is there to be replayed."""
+        return self._key() in self._graphs
+
     @torch.no_grad()
     def step(self, token_ids):
         """Logits [B, vocab] after ``token_ids`` [B]. ValueError where the cache is full or empty (see decode_step)."""

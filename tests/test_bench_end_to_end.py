@@ -75,7 +75,7 @@ class SelfFeeding:
 
     def __init__(self, model, cache, fault):
         self.inner, self.fault = make_decoder("prealloc", model, cache), fault
-        self.step, self.kv_cache = self.inner.step, cache
+        self.step, self.kv_cache, self.captured = self.inner.step, cache, True
 
     def run(self, tokens, num_steps):
         columns = []

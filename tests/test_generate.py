@@ -355,9 +355,10 @@ def test_arguments_out_of_range():
 class _SelfFeeding:
     """Stands in for a captured graph: feeds itself with a real decoder, and keeps a record of how far it ran."""
 
-    def __init__(self, model, kv_cache):
+    def __init__(self, model, kv_cache, captured=True):
         self.decoder = make_decoder("prealloc", model, kv_cache)
         self.kv_cache = kv_cache
+        self.captured = captured
         self.chunks = []
 
     def step(self, token_ids):
@@ -372,13 +373,14 @@ class _SelfFeeding:
         return torch.stack(tokens, dim=1)
 
 
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "at first use"])
 @pytest.mark.parametrize("new_tokens", [1, 2, 9, 10, 30])
 @pytest.mark.parametrize("model", [tiny_model, longrope_model], ids=["default", "longrope"])
-def test_running_ahead_gives_the_same_tokens(new_tokens, model):
+def test_running_ahead_gives_the_same_tokens(new_tokens, model, captured):
     model = model()
     ids = prompt(10)
     cache = poisoned_cache(model, 10 + new_tokens - 1)
-    decoder = _SelfFeeding(model, cache)
+    decoder = _SelfFeeding(model, cache, captured)
     out = generate(model, ids, new_tokens, kv_cache=cache, decoder=decoder, eos_token_ids=())
     assert torch.equal(out, generate(model, ids, new_tokens, path="prealloc", eos_token_ids=()))
 
@@ -393,3 +395,15 @@ def test_running_ahead_stops_at_the_end_token_and_wastes_little():
     out = generate(model, ids, 60, kv_cache=cache, decoder=decoder, eos_token_ids=(end,))
     assert out[0].tolist() == free[: free.index(end) + 1]
     assert sum(decoder.chunks) <= free.index(end) + 16
+
+
+@pytest.mark.parametrize(("captured", "queued"), [(True, [1, 9, 9, 9]), (False, [0, 1, 9, 9])])
+def test_the_first_token_waits_for_one_step_at_most(captured, queued):
+    """Steps that had been asked for when each token arrived: a captured decoder is a chunk ahead, another is not."""
+    model = tiny_model()
+    cache = poisoned_cache(model, 20)
+    decoder = _SelfFeeding(model, cache, captured)
+    seen = []
+    generate(model, prompt(10), 4 + 6, kv_cache=cache, decoder=decoder, eos_token_ids=(),
+             on_token=lambda tokens: seen.append(sum(decoder.chunks)))  # fmt: skip
+    assert seen[: len(queued)] == queued
