@@ -220,10 +220,11 @@ def _sum_accumulators(acc, rescale, OUT_ROWS: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(
-    q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, visible, warp_max, warp_sum, acc_lo, acc_hi, scale_log2e, D_HI: tl.constexpr
-):  # fmt: skip
-    """The warps' softmax states with one more tile of keys; ``visible`` [W, N] says which of them count, None: all."""
+def _weigh_tile(q_lo, q_hi, k_lo, k_hi, visible, warp_max, warp_sum, scale_log2e, D_HI: tl.constexpr):
+    """One more tile of keys in the warps' softmax: its weights, the factor of what there was, and maximum and sum.
+
+    ``visible`` [W, N] says which keys count; None: all.
+    """
     scores = _dot(q_lo, tl.permute(k_lo, (0, 2, 1)))
     if D_HI:
         scores += _dot(q_hi, tl.permute(k_hi, (0, 2, 1)))
@@ -233,27 +234,7 @@ def _attend_tile(
     new_max = tl.maximum(warp_max, tl.max(scores, axis=2))
     rescale = tl.exp2(warp_max - new_max)
     weights = tl.exp2(scores - new_max[:, :, None])
-    warp_sum = warp_sum * rescale + tl.sum(weights, axis=2)
-    weights = weights.to(v_lo.dtype)
-    acc_lo = _accumulate(acc_lo, rescale[:, :, None], weights, v_lo)
-    if D_HI:
-        acc_hi = _accumulate(acc_hi, rescale[:, :, None], weights, v_hi)
-    return new_max, warp_sum, acc_lo, acc_hi
-
-
-@triton.jit
-def _load_tile(
-    k_ptr, v_ptr, k_offset, v_offset, start, visible, stride_kt, stride_vt,
-    D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr,
-):  # fmt: skip
-    """K and V [W, N, *] of the positions that are visible, from ``start`` on, each in two column ranges."""
-    k_rows = (k_ptr + tl.cast(start, tl.int64) * stride_kt) + k_offset
-    v_rows = (v_ptr + tl.cast(start, tl.int64) * stride_vt) + v_offset
-    k_lo = _load_columns(k_rows, visible, 0, D_LO, D)
-    k_hi = _load_columns(k_rows, visible, D_LO, D_HI, D) if D_HI else k_lo
-    v_lo = _load_columns(v_rows, visible, 0, D_LO, D)
-    v_hi = _load_columns(v_rows, visible, D_LO, D_HI, D) if D_HI else v_lo
-    return k_lo, k_hi, v_lo, v_hi
+    return weights, rescale[:, :, None], new_max, warp_sum * rescale + tl.sum(weights, axis=2)
 
 
 @triton.jit
@@ -284,37 +265,52 @@ def _attend(
     if WIDE_OFFSETS:
         stride_kt, stride_vt = tl.cast(stride_kt, tl.int64), tl.cast(stride_vt, tl.int64)
     k_offset, v_offset = offs_t * stride_kt, offs_t * stride_vt
+    kind = v_ptr.dtype.element_ty
     if k_lo_desc is not None:
         # Whole tiles by the copy engine. It would also read what lies behind position stop, which may be NaN and no
         # weight of 0 removes; so the tile that stop cuts is loaded through pointers, in front of the loop, and used
         # behind it.
         tail = start + tl.maximum(tl.cdiv(stop - BLOCK_T + 1 - start, step), 0) * step
         visible = tail + offs_t < stop
-        k_lo, k_hi, v_lo, v_hi = _load_tile(
-            k_ptr, v_ptr, k_offset, v_offset, tail, visible, stride_kt, stride_vt, D, D_LO, D_HI
-        )  # fmt: skip
+        k_rows = (k_ptr + tl.cast(tail, tl.int64) * stride_kt) + k_offset
+        v_rows = (v_ptr + tl.cast(tail, tl.int64) * stride_vt) + v_offset
+        k_lo = _load_columns(k_rows, visible, 0, D_LO, D)
+        k_hi = _load_columns(k_rows, visible, D_LO, D_HI, D) if D_HI else k_lo
+        v_lo = _load_columns(v_rows, visible, 0, D_LO, D)
+        v_hi = _load_columns(v_rows, visible, D_LO, D_HI, D) if D_HI else v_lo
         for tile_start in tl.range(start, tail, step, num_stages=NUM_STAGES):
-            warp_max, warp_sum, acc_lo, acc_hi = _attend_tile(
+            weights, rescale, warp_max, warp_sum = _weigh_tile(
                 q_lo, q_hi,
                 _load_described(k_lo_desc, batch, kv_head, tile_start, 0, WARPS),
                 _load_described(k_hi_desc, batch, kv_head, tile_start, D_LO, WARPS) if D_HI else k_hi,
-                _load_described(v_lo_desc, batch, kv_head, tile_start, 0, WARPS),
-                _load_described(v_hi_desc, batch, kv_head, tile_start, D_LO, WARPS) if D_HI else v_hi,
-                None, warp_max, warp_sum, acc_lo, acc_hi, scale_log2e, D_HI,
+                None, warp_max, warp_sum, scale_log2e, D_HI,
             )  # fmt: skip
+            tile = _load_described(v_lo_desc, batch, kv_head, tile_start, 0, WARPS)
+            acc_lo = _accumulate(acc_lo, rescale, weights.to(kind), tile)
+            if D_HI:
+                tile = _load_described(v_hi_desc, batch, kv_head, tile_start, D_LO, WARPS)
+                acc_hi = _accumulate(acc_hi, rescale, weights.to(kind), tile)
         if tail < stop:
-            warp_max, warp_sum, acc_lo, acc_hi = _attend_tile(
-                q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, visible, warp_max, warp_sum, acc_lo, acc_hi, scale_log2e, D_HI
+            weights, rescale, warp_max, warp_sum = _weigh_tile(
+                q_lo, q_hi, k_lo, k_hi, visible, warp_max, warp_sum, scale_log2e, D_HI
             )  # fmt: skip
+            acc_lo = _accumulate(acc_lo, rescale, weights.to(kind), v_lo)
+            if D_HI:
+                acc_hi = _accumulate(acc_hi, rescale, weights.to(kind), v_hi)
     else:
         for tile_start in tl.range(start, stop, step, num_stages=NUM_STAGES):
             visible = tile_start + offs_t < stop
-            k_lo, k_hi, v_lo, v_hi = _load_tile(
-                k_ptr, v_ptr, k_offset, v_offset, tile_start, visible, stride_kt, stride_vt, D, D_LO, D_HI
+            k_rows = (k_ptr + tl.cast(tile_start, tl.int64) * stride_kt) + k_offset
+            k_lo = _load_columns(k_rows, visible, 0, D_LO, D)
+            k_hi = _load_columns(k_rows, visible, D_LO, D_HI, D) if D_HI else k_lo
+            weights, rescale, warp_max, warp_sum = _weigh_tile(
+                q_lo, q_hi, k_lo, k_hi, visible, warp_max, warp_sum, scale_log2e, D_HI
             )  # fmt: skip
-            warp_max, warp_sum, acc_lo, acc_hi = _attend_tile(
-                q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, visible, warp_max, warp_sum, acc_lo, acc_hi, scale_log2e, D_HI
-            )  # fmt: skip
+            v_rows = (v_ptr + tl.cast(tile_start, tl.int64) * stride_vt) + v_offset
+            acc_lo = _accumulate(acc_lo, rescale, weights.to(kind), _load_columns(v_rows, visible, 0, D_LO, D))
+            if D_HI:
+                v_hi = _load_columns(v_rows, visible, D_LO, D_HI, D)
+                acc_hi = _accumulate(acc_hi, rescale, weights.to(kind), v_hi)
 
     if BLOCK_H > OUT_ROWS:
         warp_max = tl.reshape(_first_rows(warp_max[:, :, None], OUT_ROWS), [WARPS, OUT_ROWS])
@@ -439,6 +435,7 @@ def _attend_piece(
         start, stop, step, zero, scale_log2e, stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS,
         WIDE_OFFSETS, NUM_STAGES,
     )  # fmt: skip
+    # All that is left is the merge. Where this would crowd the next programs, EARLY is off (choose_launch).
     _launch_next(EARLY)
 
     offs_h = tl.arange(0, OUT_ROWS) + zero
@@ -547,8 +544,6 @@ def _decode_attention_split_kernel(
     stride_kh, stride_vh = _in_units(stride_kh, STRIDE_UNIT), _in_units(stride_vh, STRIDE_UNIT)
     stride_kt, stride_vt = _in_units(stride_kt, STRIDE_UNIT), _in_units(stride_vt, STRIDE_UNIT)
 
-    # The next launch is not asked to come early: its programs would take the places that come free first, several on
-    # one multiprocessor and none on another, and be slower by up to a third than by themselves.
     _wait_for_previous(PDL)
     if SPLITS_PER_ITEM:
         split = tl.program_id(0)
@@ -595,7 +590,8 @@ def _decode_attention_split_kernel(
     tiles_b = tl.where(offs_b < B, item_tiles_b * ITEMS, 0)
     tiles_end_b = tl.cumsum(tiles_b, axis=0)
     total = tl.sum(tiles_b, axis=0)
-    active = tl.minimum(tl.num_programs(0), tl.cdiv(total, MIN_TILES))
+    active = tl.maximum(tl.cdiv(total, MIN_TILES), tl.minimum(total, B * ITEMS * FEW_SPLITS))
+    active = tl.minimum(tl.num_programs(0), active)
     program = tl.program_id(0)
     if program >= active:
         return

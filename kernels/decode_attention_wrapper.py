@@ -28,8 +28,8 @@ NO_WINDOW = 2**31 - 1
 class DecodeLaunch(NamedTuple):
     """Launch choices. rows: query heads of one program; block_t: key positions per tile; programs_per_sm: programs of
     the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program, from the
-    few_splits-th split of an item on; interleaved: whole splits take tiles in turn, not a run of them; tma: they take
-    them by tensor descriptor (see tma_fits); prefetch: whether a program asks the L2 for its first tile
+    few_splits-th split of an item on; interleaved: whole splits take tiles in turn, not a run of them; tma: tiles by
+    tensor descriptor (see tma_fits); prefetch: whether a program asks the L2 for its first tile
     before it waits for q; pdl: programmatic dependent launch; early: whether whole splits let the next launch's
     programs come as soon as they have read their keys.
     """
@@ -70,8 +70,9 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         128, 8, 4, 4, early, TMA                                        29.06  51.1   96.11  359.7
 
         32 heads over 8 KV heads of 128   T = 128  256    512    1024   2048   4096   8192   32768  131072
-        64, 4, 3, 1 (128) or 4 (256) or 8 3.86     5.2    4.88   5.81   7.25   10.13  16.1
-        the same, early                   3.76     3.92   4.36   5.36   6.75   9.81
+        64, 4, 3, 8, turn (256: 4)                        4.88   5.81   7.25   10.13  16.1
+        64, 4, 3, 8, turn, early          3.81(2) 3.92(4) 4.36   5.36   6.75   9.81
+        64, 4, 3, 1                       3.86    5.2
         32, 2, 4, 8                                       5.32          8.5
         64, 4, 3, 16, turn                                              7.79   9.51   13.19  35.89  122.8
         64, 4, 3, 16                                                    7.88          13.58  36.43  125.0
@@ -86,7 +87,7 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     keys_per_sm = batch * num_kv_heads * max_len // device.sm_count
     long = keys_per_sm > 2048
     # The copy engine reads ahead for nothing but shared memory, which a group's few programs do as well.
-    tma = tma and tensor_cores and group_size == 1 and head_dim <= 128 and long
+    tma = tma and tensor_cores and batch == 1 and group_size == 1 and head_dim <= 128 and long
     programs_per_sm = 2 if group_size == 1 and not tma else 1
     # So few keys are walked sooner than results of splits are merged.
     short = max_len <= 256 and group_size == 1
@@ -95,7 +96,7 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         num_warps = keys // 16
     elif tensor_cores:
         # Small programs start soonest; large ones keep more bytes on their way from memory.
-        keys = 64 if short or long or group_size > 1 else 32
+        keys = 64 if short or long or 1 < rows <= 16 else 32
         # A warp has 16 keys, and q and the accumulator as a whole. Where those are large four warps share them.
         wide = max(16, triton.next_power_of_2(rows)) * head_dim > 2048
         keys = min(keys // 2 if wide else keys, block_t)
@@ -136,10 +137,10 @@ def default_launch(q, k_cache, v_cache):
 @functools.lru_cache(maxsize=256)
 def choose_num_programs(choice, batch, num_kv_heads, group_size, max_len, sm_count):
     """Programs of the split kernel: as many whole splits per item (sequence, KV head, block of query heads) as a wave
-    of the GPU holds, fewer where a split would be less than ``min_tiles``.
+    of the GPU holds, fewer where, beyond ``few_splits``, a split would be less than ``min_tiles``.
 
     Where whole splits would leave more than an eighth of the wave idle it is the wave, in equal shares that cross
-    items. Whole splits are the faster: 32 heads of 96 at 2048 positions take 11.1 microseconds in 256 programs and 13.3
+    items. Whole splits are the faster: 32 heads of 96 at 2048 positions took 11.1 microseconds in 256 programs and 13.3
     in 264 (NVIDIA H200, 2026-11-29).
     """
     items = batch * num_kv_heads * triton.cdiv(group_size, choice.rows)

@@ -547,6 +547,7 @@ def test_tensor_descriptors_where_they_gain():
     assert not launch_choice(32, 1, 96, 16384).tma, "caches that the copy engine cannot read"
     assert not launch_choice(32, 1, 96, 8192, tma=True).tma
     assert not launch_choice(8, 4, 128, 131072, tma=True).tma
+    assert not launch_choice(32, 1, 96, 131072, batch=2, tma=True).tma
     assert not launch_choice(32, 1, 200, 131072, tma=True).tma
     assert not launch_choice(32, 1, 96, 131072, dtype_bytes=4, tma=True).tma
 
@@ -560,7 +561,11 @@ def test_number_of_programs():
     assert choose_num_programs(choice, 64, 32, 1, 4096, 132) == 264, "more heads than programs: equal shares"
     assert choose_num_programs(choice, 1, 32, 1, 8192, 24) == 48, "32 of 48 would leave a third idle"
     assert choose_num_programs(choice, 1, 32, 1, 8192, 108) == 192, "192 of 216 are whole splits"
-    assert choose_num_programs(launch_choice(1, 71, 64, 64), 1, 1, 71, 64, 132) == 3, "blocks of query heads"
+    grouped = launch_choice(1, 71, 64, 4096)
+    assert (grouped.block_t, grouped.rows, grouped.min_tiles, grouped.few_splits) == (32, 24, 4, 8)
+    assert choose_num_programs(grouped, 1, 1, 71, 32, 132) == 3, "blocks of query heads"
+    assert choose_num_programs(grouped, 1, 1, 71, 256, 132) == 24, "eight splits of one tile"
+    assert choose_num_programs(grouped, 1, 1, 71, 4096, 132) == 96, "32 of four"
 
 
 def test_head_dim_in_two_parts():
