@@ -65,7 +65,7 @@ for number, script in enumerate(sys.argv[1:]):
             sys.stdout.flush()
             os._exit(end.code)
         raise RuntimeError("the script went on after its help")
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)  # or the next child inherits and writes it
 """
 
 
