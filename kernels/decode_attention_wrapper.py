@@ -29,9 +29,9 @@ class DecodeLaunch(NamedTuple):
     """Launch choices. rows: query heads of one program; block_t: key positions per tile; programs_per_sm: programs of
     the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program, from the
     few_splits-th split of an item on; interleaved: whole splits take tiles in turn, not a run of them; tma: tiles by
-    tensor descriptor (see tma_fits); prefetch: whether a program asks the L2 for its first tile
-    before it waits for q; pdl: programmatic dependent launch; early: whether whole splits let the next launch's
-    programs come as soon as they have read their keys.
+    tensor descriptor (see tma_fits); prefetch: whether a program asks the L2 for its first tile before it waits for q;
+    pdl: programmatic dependent launch; early: whether whole splits let the next launch's programs come as soon as they
+    have read their keys.
     """
 
     rows: int
@@ -53,7 +53,7 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     """DecodeLaunch for ``device`` (a DeviceInfo). A pure function.
 
     max_len: the most positions that a sequence can have (T_max: one cache, one compilation). block_t: the largest tile
-    wanted (config.BLOCK_T), half of it with tensor descriptors. tma: whether these may be used.
+    wanted through pointers (config.BLOCK_T); tensor descriptors take twice as much. tma: whether these may be used.
 
     Measured on NVIDIA H200s, 2026-11-29 and 30, float16, batch 1, PDL, microseconds per call with cold caches (keys per
     tile, warps, stages, splits per head; "turn": a split takes tiles in turn, else a run of them; "early"; "TMA"):
@@ -86,7 +86,7 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     rows = triton.cdiv(group_size, triton.cdiv(group_size, 32 if tensor_cores and head_dim <= 128 else 16))
     keys_per_sm = batch * num_kv_heads * max_len // device.sm_count
     long = keys_per_sm > 2048
-    # The copy engine reads ahead for nothing but shared memory, which a group's few programs do as well.
+    # Where they gain: for groups and shorter caches pointers are as fast or faster, and batches were not measured.
     tma = tma and tensor_cores and batch == 1 and group_size == 1 and head_dim <= 128 and long
     programs_per_sm = 2 if group_size == 1 and not tma else 1
     # So few keys are walked sooner than results of splits are merged.
@@ -95,7 +95,8 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         keys = 2 * min(block_t, 64)  # no registers go to addresses
         num_warps = keys // 16
     elif tensor_cores:
-        # Small programs start soonest; large ones keep more bytes on their way from memory.
+        # Small programs start soonest; large ones keep more bytes on their way from memory, but with more than 16 rows
+        # they spill on some GPUs.
         keys = 64 if short or long or 1 < rows <= 16 else 32
         # A warp has 16 keys, and q and the accumulator as a whole. Where those are large four warps share them.
         wide = max(16, triton.next_power_of_2(rows)) * head_dim > 2048

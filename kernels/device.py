@@ -112,7 +112,7 @@ def launch_options(pdl, **options):
 
 
 # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the CUDA driver API's CUfunction_attribute.
-_CARVEOUT = 9
+_CARVEOUT_ATTRIBUTE = 9
 
 
 @functools.cache
@@ -130,10 +130,10 @@ def prefer_carveout(kernel, percent):
     kernel: what a launch returned; None (the interpreter, ahead-of-time compilation) is left alone. Once per kernel.
     PyTorch and Triton have no name for it, so it is the driver's own call, cuFuncSetAttribute.
     """
-    if kernel is not None and not getattr(kernel, "carveout", None):
+    if kernel is not None and not hasattr(kernel, "carveout"):
         kernel.carveout = percent
         if _cuda_driver() is not None:
-            _cuda_driver().cuFuncSetAttribute(ctypes.c_void_p(kernel.function), _CARVEOUT, percent)
+            _cuda_driver().cuFuncSetAttribute(ctypes.c_void_p(kernel.function), _CARVEOUT_ATTRIBUTE, percent)
 
 
 @functools.cache

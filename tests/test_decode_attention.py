@@ -263,6 +263,17 @@ def test_few_splits_need_no_least_share(device):
     assert used == [0, 2, 3, 5]
 
 
+@pytest.mark.parametrize("few, programs", ((1, 3), (2, 4), (9, 9)))
+def test_few_splits_of_unequal_sequences(few, programs, device):
+    """Nine tiles in two sequences: shares of at least min_tiles, or few_splits programs for each."""
+    inputs = make_inputs(2, 2, 1, 16, 100, device=device)
+    choice = small_tiles(*inputs[:2])._replace(min_tiles=4, few_splits=few)
+    split_attention(*inputs, 90, 9, choice=choice)  # the workspace is there now, to be filled with NaN
+    check(*inputs, [80, 64], num_programs=9, choice=choice)
+    stats = wrapper._workspaces[inputs[0].device][-1].partial[: 2 * 9 * 2 * 2].view(9, 2, 2, 2)
+    assert int((~stats[:, :, 0, 0].isnan()).any(dim=1).sum()) == programs
+
+
 @pytest.mark.skipif(TensorDescriptor is None, reason="this Triton has no tensor descriptors")
 @pytest.mark.skipif(ON_GPU and torch.cuda.get_device_capability()[0] != 9, reason="needs compute capability 9.x")
 @pytest.mark.parametrize("interleaved", (False, True), ids=("runs of tiles", "tiles in turn"))
@@ -594,24 +605,11 @@ from kernels.decode_attention_wrapper import decode_attention, decode_attention_
 """
 
 
-@pytest.mark.parametrize(
-    "capability, shapes",
-    (
-        ((7, 5), "COMMON + RARE"),
-        ((8, 0), "COMMON"),
-        ((8, 9), "COMMON + RARE"),
-        ((9, 0), "COMMON + RARE"),
-        ((12, 0), "COMMON"),
-        pytest.param((8, 0), "RARE", marks=pytest.mark.slow),
-        pytest.param((12, 0), "RARE", marks=pytest.mark.slow),
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("shapes", ("COMMON", "RARE"))
+@pytest.mark.parametrize("capability", ((7, 5), (8, 0), (8, 9), (9, 0), (12, 0)), ids=str)
 def test_compiles_without_spills(capability, shapes):
     """At the default tiles, for a short and for a long cache. Odd groups, fp32 (for checking only) and, for a batch of
     unequal lengths, what lives across the loop over items may keep a few values in memory; head_dim 256 on Turing many.
-
-    Rare shapes are compiled for little and for much shared memory, without and with programmatic dependent launch.
     """
     run_python(
         AOT

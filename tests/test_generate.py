@@ -404,6 +404,6 @@ def test_the_first_token_waits_for_one_step_at_most(captured, queued):
     cache = poisoned_cache(model, 20)
     decoder = _SelfFeeding(model, cache, captured)
     seen = []
-    generate(model, prompt(10), 4 + 6, kv_cache=cache, decoder=decoder, eos_token_ids=(),
+    generate(model, prompt(10), 10, kv_cache=cache, decoder=decoder, eos_token_ids=(),
              on_token=lambda tokens: seen.append(sum(decoder.chunks)))  # fmt: skip
     assert seen[: len(queued)] == queued
