@@ -28,12 +28,13 @@ def sdpa(backend, q, k, v, **kwargs):
 
 
 def sdpa_decode(backend, q, k, v):
-    """One query per sequence: q [B, Hq, D], k and v [B, Hkv, T, D] -> [B, Hq, D].
+    """One query per sequence: q [B, Hq, D], k and v [B, Hkv, T, D] -> [B, Hkv, Hq / Hkv, D], in the backend's layout.
 
     The query heads that share a KV head go in as query rows of that head: without a mask that is the same attention,
-    every backend takes it, and K and V are read once per group.
+    every backend takes it, and K and V are read once per group. Some lay their output out such that heads and rows make
+    one dimension only by a copy, which would not be attention's time.
     """
-    return sdpa(backend, q.view(q.shape[0], k.shape[1], -1, q.shape[2]), k, v).view(q.shape)
+    return sdpa(backend, q.view(q.shape[0], k.shape[1], -1, q.shape[2]), k, v)
 
 
 def sdpa_decode_gqa(backend, q, k, v):

@@ -78,7 +78,7 @@ def eager_dynamic(step):
 
 def sdpa(q, k, v):
     """PyTorch's own choice of backend; query heads of a group as rows (see contenders.sdpa_decode)."""
-    return F.scaled_dot_product_attention(q.view(1, k.shape[1], -1, q.shape[2]), k, v).view(q.shape)
+    return F.scaled_dot_product_attention(q.view(1, k.shape[1], -1, q.shape[2]), k, v).reshape(q.shape)
 
 
 CONTENDERS = {

@@ -1,5 +1,7 @@
 """Every contender computes the same attention: a comparison of speeds compares the same work."""
 
+import re
+
 import pytest
 import torch
 
@@ -14,19 +16,21 @@ def agreeing(functions, inputs, reference):
     for name, function in functions.items():
         try:
             out = function(*inputs)
-        except RuntimeError:
+        except RuntimeError as error:
+            assert re.search("No (available kernel|viable backend)", str(error)), (name, error)
             continue  # a backend that this machine has not
-        torch.testing.assert_close(out, reference)
+        torch.testing.assert_close(out.reshape(reference.shape), reference, rtol=1e-4, atol=1e-4)
         names.add(name)
     return names
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
-def test_decode_contenders_agree(num_heads, num_kv_heads):
-    q, k, v = torch.randn(2, num_heads, 16), *torch.randn(2, 2, num_kv_heads, 37, 16)
+def test_decode_contenders_agree(num_heads, num_kv_heads, device):
+    q, k, v = torch.randn(2, num_heads, 16, device=device), *torch.randn(2, 2, num_kv_heads, 37, 16, device=device)
     reference = decode_reference64(q, k, v, 37).float()
     found = contenders.decode_contenders(num_heads, num_kv_heads) | {"eager": contenders.eager_decode}
-    assert {"sdpa math", "grouped matmul", "eager"} <= agreeing(found, (q, k, v), reference)
+    expected = {"sdpa math", "grouped matmul", "eager"} | ({"sdpa efficient"} if device.type == "cuda" else set())
+    assert expected <= agreeing(found, (q, k, v), reference)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
