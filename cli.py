@@ -71,6 +71,13 @@ def _setting_type(name):
     return convert
 
 
+def count(text):
+    """argparse type: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def run(main):
     """Run ``main()`` and exit with what it returns (None or True: 0, False: 1); bad input exits 2 with one line."""
     try:

@@ -282,6 +282,15 @@ def _commit():
         return "unknown"
 
 
+def _cpu():
+    """The processor's name: what launches from Python depends on it."""
+    try:
+        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or "unknown"
+
+
 def environment():
     """Where and with what the numbers were taken; clocks and power as they are at the moment of asking."""
     import transformers
@@ -291,6 +300,7 @@ def environment():
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
+        "cpu": _cpu(),
         "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "commit": _commit(),
     }
@@ -428,9 +438,11 @@ def progress(items, description):
 def number_list(text):
     """argparse type: ``128,512`` -> [128, 512]."""
     try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected comma-separated numbers, such as 128,2048, got {text!r}") from None
+        return [cli.count(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"expected comma-separated numbers of at least 1, such as 128,2048, got {text!r}"
+        ) from None
 
 
 def choice_list(text, choices):

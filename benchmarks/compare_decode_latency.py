@@ -173,7 +173,7 @@ def main():
     parser = cli.parser(__doc__, "DTYPE", "SEED", "WARMUP", "RESULTS_DIR")
     common.add_numbers_argument(parser, "--lengths", LENGTHS, "cache lengths")
     common.add_shapes_argument(parser, SHAPES)
-    parser.add_argument("--samples", type=int, default=config.ITERATIONS, help="timed graph replays per row")
+    parser.add_argument("--samples", type=cli.count, default=config.ITERATIONS, help="timed graph replays per row")
     args = parser.parse_args()
     cli.header("step 4", "Decode attention, one layer, one token: Triton against PyTorch")
     device, dtype = common.resolve(args)

@@ -158,7 +158,7 @@ COLUMNS = ("cache_len", "contender", "GPU us", "call us", "GB/s", "memory MB", "
 def main():
     parser = cli.parser(__doc__, "DTYPE", "SEED", "WARMUP", "RESULTS_DIR")
     common.add_numbers_argument(parser, "--lengths", LENGTHS, "cache lengths")
-    parser.add_argument("--samples", type=int, default=config.ITERATIONS, help="timed samples per row")
+    parser.add_argument("--samples", type=cli.count, default=config.ITERATIONS, help="timed samples per row")
     args = parser.parse_args()
     cli.header("further step", "One decode step of one layer with its cache: Triton against plain PyTorch")
     device, dtype = common.resolve(args)

@@ -175,8 +175,8 @@ def check_until_parting(model, input_ids, reference_ids, reference_logits, ids, 
 def add_arguments(parser):
     """Flags of a whole-model script."""
     common.add_model_argument(parser)
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="length of the prompt")
-    parser.add_argument("--runs", type=int, default=3, help="timed generations of each contender")
+    parser.add_argument("--prompt-tokens", type=cli.count, default=128, help="length of the prompt")
+    parser.add_argument("--runs", type=cli.count, default=3, help="timed generations of each contender")
 
 
 def add_runs(results, case, runs, first_call_ms, floor_ms, peak_memory_bytes):

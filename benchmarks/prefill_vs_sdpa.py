@@ -234,7 +234,7 @@ def main():
     parser = cli.parser(__doc__, "DTYPE", "SEED", "RESULTS_DIR")
     common.add_numbers_argument(parser, "--lengths", LENGTHS, "sequence lengths")
     common.add_shapes_argument(parser, SHAPES)
-    parser.add_argument("--samples", type=int, default=30, help="timed calls per row")
+    parser.add_argument("--samples", type=cli.count, default=30, help="timed calls per row")
     args = parser.parse_args()
     cli.header("further step", "Prefill attention, forward and backward: Triton against SDPA")
     device, dtype = common.resolve(args)

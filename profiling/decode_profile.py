@@ -268,9 +268,9 @@ def main():
     parser.add_argument(
         "--path", nargs="+", choices=(HF, *PATHS), default=[HF, "triton", "graph", "fused"], help="what to profile"
     )
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="context at which the steps are taken")
-    parser.add_argument("--steps", type=int, default=4, help="decode steps in the trace")
-    parser.add_argument("--runs", type=int, default=5, help="timed runs over those steps, for the wall time")
+    parser.add_argument("--prompt-tokens", type=cli.count, default=128, help="context at which the steps are taken")
+    parser.add_argument("--steps", type=cli.count, default=4, help="decode steps in the trace")
+    parser.add_argument("--runs", type=cli.count, default=5, help="timed runs over those steps, for the wall time")
     args = parser.parse_args()
     cli.header("step 7", "Where the time of a decode step goes")
     device, dtype = common.resolve(args)

@@ -127,7 +127,7 @@ def test_result_file_round_trip(tmp_path):
     assert content["bandwidth_gb_per_s"] == 1234.57
     assert content["rows"][0]["samples_ms"] == [0.123457, 0.2, 0.3]
     assert content["rows"][1] == {"case": {"T": 256}, "status": "SKIPPED", "reason": "too long"}
-    assert {"torch", "triton", "transformers", "python", "commit"} <= set(content["environment"])
+    assert {"torch", "triton", "transformers", "python", "commit", "cpu"} <= set(content["environment"])
 
 
 @pytest.mark.parametrize("text", ["not json", "[]", json.dumps({"schema": common.SCHEMA + 1})])

@@ -219,16 +219,15 @@ def test_bad_flags(start, flag):
 @pytest.mark.parametrize(
     ("script", "flags", "message"),
     [
-        (
-            "compare_decode_latency",
-            ("--lengths", "abc"),
-            "--lengths: expected comma-separated numbers, such as 128,2",
-        ),
+        ("compare_decode_latency", ("--lengths", "abc"), "--lengths: expected comma-separated numbers of at least 1, "),
+        ("decode_ladder", ("--contexts", "0,128"), "--contexts: expected comma-separated numbers of at least 1, "),
+        ("decode_ladder", ("--rounds", "0"), "--rounds: expected a whole number of at least 1, got '0'"),
+        ("generate_latency", ("--runs", "-1"), "--runs: expected a whole number of at least 1, got '-1'"),
         ("compare_decode_latency", ("--shapes", "0,3"), "--shapes: '3' is none of 0, 1, 2 "),
         ("prefill_vs_sdpa", ("--shapes", "2"), "--shapes: '2' is none of 0, 1 "),
-        ("decode_vs_eager", ("--lengths", "1,,2"), "--lengths: expected comma-separated numbers"),
+        ("decode_vs_eager", ("--lengths", "1,,2"), "--lengths: expected comma-separated numbers of at least 1"),
         ("decode_ladder", ("--rungs", "0,7"), "--rungs: '7' is none of 0, 0s, 1, 2, 3, 4, 5, 6 "),
-        ("decode_ladder", ("--contexts", "128 512"), "--contexts: expected comma-separated numbers, .* got '128 512'"),
+        ("decode_ladder", ("--contexts", "128 512"), "--contexts: expected comma-separated numbers of at least 1, .* '128 512'"),
         ("compare_results", ("nowhere", "results"), "error: nowhere does not exist"),
     ],
 )
