@@ -18,7 +18,7 @@ SMALL = (
     "--profile-steps",
     "1",
     "--static-contexts",
-    "0",
+    "1",
     "--model-path",
     "random:tiny",
 )
