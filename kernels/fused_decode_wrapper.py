@@ -133,43 +133,46 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=Fa
     return MatvecConfig(rows, block_k, num_warps, programs, look_ahead)
 
 
-# Up to this length of the cache attention is a matter of latency: small programs, few of them to merge.
-SHORT_CACHE = 256
-
-
 def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, tensor_cores=True):
     """AttentionConfig for a cache of max_seq_len: one launch, captured once, serves every length of it.
 
-    Four warps per multiprocessor for a short cache, eight for a long one, with 16 and 32 keys for each, or as many as
-    their registers hold. tensor_cores: whether the GPU has them for 16 bits. With and without PDL alike, so that both
-    give the same bits. Microseconds per token of Phi-3-mini in float16 (one H200, 2026-11), all else equal, (splits,
-    block_t, warps). The choice among all, K and V still passing through shared memory:
+    A short cache is one of which each program has one tile, on a multiprocessor of its own. It is a matter of latency:
+    eight warps, 16 keys for each. A longer one has eight warps per multiprocessor too, in programs of four with 32 keys
+    for each warp. Always as many keys as their registers hold. tensor_cores: whether the GPU has them for 16 bits. With
+    and without PDL alike, so that both give the same bits. Microseconds per token of Phi-3-mini in float16, all else
+    equal, (splits, block_t, warps), one H200 for each paragraph, 2026-11:
 
-    - Context 128: (2, 128, 8) 1871, (2, 128, 4) 1876, (4, 128, 8) 1877, (4, 64, 2) 1885, (8, 32, 2) 1895, (4, 64, 4)
-      1900; (1, 256, 8), too large to start beside the programs before it, 2174. Without PDL: (8, 32, 2) 2115 to 2123,
-      (2, 128, 8) 2113 to 2131, (4, 64, 2) 2127.
-    - Context 512: (8, 128, 4) 1925, (16, 64, 2) 1933, (16, 64, 4) 1950, (4, 128, 8) 1966, (8, 64, 4) 1998. 2048:
-      (8, 128, 4) 2134, (16, 64, 2) 2148, (16, 128, 4) 2180, (4, 128, 8) 2225, (8, 128, 8) 2367. Without PDL:
-      (16, 64, 2) 2184 and 2372, (8, 128, 4) 2194 and 2409.
-
-    On another day, before and since they take the direct way: (2, 128, 8) at 128 1910 and 1878, in a cache of 384 1910
-    and 1877 ((4, 128, 8) there 1925 and 1881; (4, 128, 4) 1910 before); (8, 128, 4) at 512 1955 and 1943, at 2048 2125
-    and 2094 ((8, 128, 8) since: 2075 and 2284).
+    - Context 128, K and V still passing through shared memory: (2, 128, 8) 1871, (2, 128, 4) 1876, (4, 128, 8) 1877,
+      (4, 64, 2) 1885, (8, 32, 2) 1895, (4, 64, 4) 1900; (1, 256, 8), too large to start beside the programs before it,
+      2174. Without PDL: (8, 32, 2) 2115 to 2123, (2, 128, 8) 2113 to 2131, (4, 64, 2) 2127.
+    - A cache of 384 at contexts 128 / 220 / 340: (2, 128, 8) 1837 / 1838 / 1906, (4, 128, 8) 1842 / 1847 / 1859,
+      (4, 128, 4) 1872 / 1876 / 1871, (8, 64, 4) 1875 / 1887 / 1905.
+    - A cache of 512 at 250 / 400 / 470: (4, 128, 8) 1849 / 1886 / 1895, (2, 256, 8) 1869 / 1875 / 1883, (4, 128, 4)
+      1873 / 1888 / 1891, (8, 64, 4) 1891 / 1902 / 1913.
+    - Contexts 512 / 1024 / 2048 / 4096, in caches of 64 more: (8, 128, 4) 1893 / 1996 / 2072 / 2264, (4, 256, 8)
+      1896 / 1980 / 2116 / 2321; on another day (8, 128, 4) 1909 / 2006 / 2087 / 2282, (16, 64, 2) - / 2015 / 2100 /
+      2292, (16, 64, 4) - / 2002 / 2106 / 2499, (4, 128, 8) 1924 / 2003 / 2125 / 2310, (8, 64, 4) 1961 / 2017 / 2120 /
+      2331. Without PDL at 2048: (16, 64, 4) 2327, (16, 64, 2) 2343, (4, 128, 8) 2346, (8, 128, 4) 2357.
     """
-    short = max_seq_len <= SHORT_CACHE
-    # Elements of K per thread; a tile of V is as large.
-    if itemsize == 2 and tensor_cores:
-        # A query and an accumulator of more than 128 dims are too much for one warp: two share each set of 16 keys.
-        wide = head_dim > 128
-        num_warps = 8 if wide or short else 4
-        elements = 64 if wide else 96
-    else:
-        # Without tensor cores a product holds whole rows of both factors in registers, those of 16 bits also unpacked.
-        num_warps, elements = 8, 4 * itemsize
-    block_t = _pow2_floor(max(16, num_warps * 32 * elements // sum(split_head_dim(head_dim))))
-    block_t = min(block_t, num_warps * (16 if short else 32))
-    splits = max(1, (4 if short else 8) * sm_count / (num_heads * num_warps))
-    splits = min(1 << round(math.log2(splits)), triton.next_power_of_2(triton.cdiv(max_seq_len, block_t)))
+    elements_per_dim = sum(split_head_dim(head_dim))
+    direct = itemsize == 2 and tensor_cores
+    # A query and an accumulator of more than 128 dims are too much for one warp: two share each set of 16 keys.
+    wide = head_dim > 128
+    # Elements of K per thread; a tile of V is as large. Without tensor cores a product holds whole rows of both factors
+    # in registers, those of 16 bits also unpacked.
+    elements = (64 if wide else 96) if direct else 4 * itemsize
+
+    def tile(num_warps, keys):
+        return min(_pow2_floor(max(16, num_warps * 32 * elements // elements_per_dim)), num_warps * keys)
+
+    num_warps, block_t = 8, tile(8, 16)
+    splits = _pow2_floor(max(1, sm_count // num_heads))
+    if max_seq_len > splits * block_t:
+        if direct and not wide:
+            num_warps = 4
+        block_t = tile(num_warps, 32)
+        splits = 1 << max(0, round(math.log2(8 * sm_count / (num_heads * num_warps))))
+    splits = min(splits, triton.next_power_of_2(triton.cdiv(max_seq_len, block_t)))
     return AttentionConfig(splits, block_t, num_warps)
 
 
