@@ -412,9 +412,6 @@ def load_results(path):
         raise cli.UsageError(f"{path} is not JSON") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise cli.UsageError(f"{path} is not a result file of schema {SCHEMA}; run its script again")
-    if content.get("script") == "prefill_vs_sdpa":
-        for row in content["rows"]:  # without a mask: from before full attention was measured too
-            row["case"].setdefault("mask", "causal")
     return content
 
 
