@@ -1,8 +1,11 @@
 """The fused step against Hugging Face and against recomputation without a cache; interpreted where no GPU is."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from kernels.device import DeviceInfo, pretend_device
 from kv_cache.kv_layout import KVCache
 from model import phi3_decode_fused
 from model.generate import generate, make_decoder
@@ -163,6 +166,26 @@ def test_a_triton_that_cannot_compile_the_kernels_is_refused(monkeypatch):
     model = tiny_model(**SMALL)
     with pytest.raises(ValueError, match=r'needs Triton 3\.3 or newer, this is 3\.2; use path="graph"'):
         make_decoder("fused", model, poisoned_cache(model, 8))
+
+
+def test_prefetches_lie_behind_what_the_first_programs_load():
+    """Phi-3-mini on an H200: gate/up takes 9 rounds of 924 rows, of which the seventh is asked for."""
+
+    def linear(rows, columns):
+        return SimpleNamespace(weight=torch.empty(rows, columns, dtype=torch.float16, device="meta"))
+
+    layer = SimpleNamespace(
+        mlp=SimpleNamespace(gate_up_proj=linear(16384, 3072), down_proj=linear(3072, 8192)),
+        self_attn=SimpleNamespace(qkv_proj=linear(9216, 3072)),
+    )
+    model = SimpleNamespace(model=SimpleNamespace(layers=[layer, layer]))
+    with pretend_device(DeviceInfo((9, 0), 132, 232448)):
+        decoder = SimpleNamespace(pdl=True, device=torch.device("cpu"), model=model)
+        ahead = FusedDecoder._prefetches(decoder, 0)
+        assert FusedDecoder._prefetches(decoder, 1)["qkv"] is None, "the last layer has no next one"
+    assert {name: (hint.skip, hint.parts, hint.share(132)) for name, hint in ahead.items()} == {
+        "gate_up": (6 * 924 * 3072 * 2, 2, 11904), "down": (4 * 264 * 8192 * 2, 1, 23824), "qkv": (0, 1, 15872),
+    }  # fmt: skip
 
 
 def test_adapters_and_offloaded_weights_are_refused():
