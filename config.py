@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parent
 # --- The model -------------------------------------------------------------------------------------------------------
 
 # A checkpoint directory (absolute, or relative to this file), or "random:<preset>" for random weights of a published
-# shape: random:phi-3-mini-4k, random:phi-3-mini-128k, random:phi-3-medium-4k, random:phi-4-mini, random:tiny.
+# shape: random:phi-3-mini-4k, random:phi-3-mini-128k, random:phi-3-medium-4k, random:phi-4-mini, random:tiny. The
+# benchmarks and the profile take random:phi-3-mini-4k (without a GPU random:tiny) unless --model-path names another.
 MODEL_PATH = "checkpoints/demo"
 
 # "float16", "bfloat16" or "float32". "auto" takes float16 on a GPU and float32 on the CPU.
@@ -42,9 +43,9 @@ SEED = 0
 # --- Kernels ---------------------------------------------------------------------------------------------------------
 
 # The most key positions that the decode kernel loads per step of its loop: a power of two from 16 to 256. The kernel
-# takes 64 or 32 by the length of the cache, fewer where more would spill registers, and never more than this, but twice
-# as many where the copy engine of compute capability 9.0 loads them: kernels/decode_attention_wrapper.py,
-# choose_launch; benchmarks/kernel_resources.py shows what each value costs.
+# takes 64 or 32 by the length of the cache, fewer where more would spill registers, and never more than this (so that
+# more than 64 changes nothing), but twice as many where the copy engine of compute capability 9.0 loads them:
+# kernels/decode_attention_wrapper.py, choose_launch; benchmarks/kernel_resources.py shows what each size would cost.
 BLOCK_T = 64
 
 # --- Measuring -------------------------------------------------------------------------------------------------------

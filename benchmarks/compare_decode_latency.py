@@ -3,7 +3,7 @@
 Each launch attends from one new token to ``cache_len`` cached positions, batch 1. The work is to read K and V once, so
 the measured read bandwidth is the ceiling and GB/s the figure that carries from one GPU to another. Inputs rotate over
 at least four times the L2 (cold), launches are replayed as CUDA graphs, contenders alternate. Each contender's answer
-is checked on the very inputs that it is timed on.
+is checked on inputs that it is timed on, the first and the last few.
 """
 
 import sys

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from model.decode_attention_ref import decode_attention_ref
+
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -49,6 +51,11 @@ def grouped_matmul_decode(q, k, v):
     return (torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v).view(q.shape)
 
 
+def reference_decode(q, k, v):
+    """What the kernels are compared with, written to be read: K and V repeated, a mask, an explicit softmax."""
+    return decode_attention_ref(q, k, v, k.shape[2])
+
+
 def eager_decode(q, k, v):
     """Plain PyTorch as model code has it: K and V repeated for every query head, then two products."""
     group_size = q.shape[1] // k.shape[1]
@@ -57,12 +64,11 @@ def eager_decode(q, k, v):
 
 
 def decode_contenders(num_heads, num_kv_heads):
-    """name -> function(q, k, v): every SDPA backend (both forms where heads are grouped) and plain PyTorch."""
+    """name -> function(q, k, v): every SDPA backend (both forms where heads are grouped), and plain PyTorch."""
     found = {f"sdpa {backend}": functools.partial(sdpa_decode, backend) for backend in BACKENDS}
     if num_heads != num_kv_heads:
         found |= {f"sdpa {backend} gqa": functools.partial(sdpa_decode_gqa, backend) for backend in BACKENDS}
-    found["grouped matmul"] = grouped_matmul_decode
-    return found
+    return found | {"grouped matmul": grouped_matmul_decode, "reference": reference_decode}
 
 
 def prefill_contenders(num_heads, num_kv_heads, *, causal):

@@ -27,27 +27,28 @@ CHECKED_TOKENS = 8
 def measure_path(model, input_ids, path, args, floor, reference, results):
     """Check and time one rung; its row goes to ``results`` -> the row."""
     case = {"contender": f"phi-triton, {path}", "prompt": args.prompt_tokens, "new_tokens": args.new_tokens}
+
+    def build():
+        length = args.prompt_tokens + args.new_tokens
+        cache = KVCache.from_config(model.config, length, dtype=model.dtype, device=input_ids.device)
+        return cache, end_to_end.decoder_source(path, model, cache)
+
+    def generate(cache, decoder):
+        return end_to_end.run_ours(model, input_ids, args.new_tokens, cache, path=path, decoder=decoder())
+
     try:
-        cache = KVCache.from_config(
-            model.config, args.prompt_tokens + args.new_tokens, dtype=model.dtype, device=input_ids.device
-        )
-        decoder = end_to_end.decoder_source(path, model, cache)
+        cache, decoder = build()
         found = end_to_end.check_decoder(model, input_ids, *reference, cache, path=path, decoder=decoder)
         if not found.ok:
             return results.add(case, common.INCORRECT, reason=str(found))
 
-        def run():
-            return end_to_end.run_ours(
-                model, input_ids, args.new_tokens, cache, path=path, decoder=decoder()
-            )  # fmt: skip
-
-        first = run()
-        runs, memory = [], []
-        for _ in common.progress(range(args.runs), path):
-            memory.append(common.peak_memory_bytes(lambda: runs.append(run())))
+        first = generate(cache, decoder)
+        runs = [generate(cache, decoder) for _ in common.progress(range(args.runs), path)]
+        # Of all that it takes beside the weights: cache, buffers and captured graph as well.
+        memory = common.peak_memory_bytes(lambda: generate(*build()))
     except (ImportError, ValueError, NotImplementedError, cli.UsageError, torch.OutOfMemoryError) as error:
         return results.add_error(case, error)
-    return end_to_end.add_runs(results, case, runs, first.total_ms, floor, memory[0] + cache.nbytes)
+    return end_to_end.add_runs(results, case, runs, first.total_ms, floor, memory)
 
 
 def check_tiny(model, args):

@@ -20,7 +20,9 @@ WIDTH_INCHES, DPI = 8.3, 200
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, RED, PINK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
 OURS_COLOR, FLOOR_COLOR = RED, "black"
-BACKEND_COLORS = {"cudnn": BLUE, "flash": GREEN, "efficient": ORANGE, "math": GREY, "grouped matmul": PINK}
+BACKEND_COLORS = {
+    "cudnn": BLUE, "flash": GREEN, "efficient": ORANGE, "math": GREY, "grouped matmul": PINK, "reference": SKY,
+}  # fmt: skip
 
 
 def pyplot():

@@ -62,6 +62,7 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         64, 4, 3, 1, early                3.55
         64, 4, 3, 1                       3.67
         32, 2, 4, 8, early                         5.69   11.5
+        32, 2, 4, 8, turn, early                   5.70
         32, 2, 4, 8                                5.85   10.43  17.10  28.93  53.8   105.4
         32, 2, 4, 8, turn                          5.81   10.32  17.39  30.43         104.3
         64, 4, 4, 8                                       11.81         29.67  53.90  99.53  371.7

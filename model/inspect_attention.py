@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import cli
+from kernels.decode_attention_wrapper import split_head_dim
 from kv_cache.kv_layout import KVCache
 from model.load_model import eos_token_ids, head_dim, load_model, rope_settings
 from model.rope import attention_factor, rotary_dim
@@ -36,9 +37,10 @@ def decode_weight_bytes(model):
 
 
 def describe_head_dim(dim):
-    """One line about the head dimension, and what the kernel makes of it."""
-    padded = 1 << (dim - 1).bit_length()
-    return f"{dim} (the kernel pads it to {padded})" if padded != dim else f"{dim}"
+    """One line about the head dimension, and what the kernels make of it."""
+    padded, (low, high) = 1 << (dim - 1).bit_length(), split_head_dim(dim)
+    decode = f"{low} + {high}" if high else f"{low}"
+    return f"{dim} ({decode} in decode, padded to {padded} in prefill)" if padded != dim else f"{dim}"
 
 
 def describe_rope(config):

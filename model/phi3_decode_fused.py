@@ -106,14 +106,15 @@ class FusedDecoder(CapturedDecoder):
     def _prefetches(self, index):
         """What each projection of a layer asks L2 for while it waits: a Prefetch by the name of the next one, or None.
 
-        Never what the next one's first programs load by themselves anyway. Of down and QKV, what is needed first after
-        that; of gate/up, which takes nine rounds of its programs, what the seventh begins with: those reads are then
-        spared while memory is busy. Microseconds per token of Phi-3-mini in float16 at context 128 (one H200 for each
-        sentence, 2026-11): Gate/up by O none 1898, 2 MiB 1889, 3 MiB 1888, 5 MiB 1891, 4 MiB that the first programs
-        load too 1895. 3 MiB of its second round 1836, 5th 1835, 6th and 7th 1832, 8th 1834; at 512 1896, 1899, 1896,
-        1895, 1894, at 2048 2072, 2073, 2070, 2070, 2071. Down by gate/up none 1899, 2 MiB 1892, 4 MiB 1889, 6 MiB 1897
-        (3 MiB the same as 4, and 2 to 5 less at contexts 512 and 2048); later rounds 1848 to 1864 (1835). The next
-        layer's QKV by down none 1887, 2 MiB 1883; later rounds 1839 to 1850 (1835).
+        Of down what is needed first after what its first programs load by themselves; of QKV its first bytes,
+        which these load as well; of gate/up, which takes nine rounds of its programs, what the seventh begins
+        with: those reads are then spared while memory is busy. Microseconds per token of Phi-3-mini in float16
+        at context 128 (one H200 for each sentence, 2026-11): Gate/up by O none 1898, 2 MiB 1889, 3 MiB 1888, 5
+        MiB 1891, 4 MiB that the first programs load too 1895. 3 MiB of its second round 1836, 5th 1835, 6th and
+        7th 1832, 8th 1834; at 512 1896, 1899, 1896, 1895, 1894, at 2048 2072, 2073, 2070, 2070, 2071. Down by
+        gate/up none 1899, 2 MiB 1892, 4 MiB 1889, 6 MiB 1897 (3 MiB the same as 4, and 2 to 5 less at contexts
+        512 and 2048); later rounds 1848 to 1864 (1835). The next layer's QKV by down none 1887, 2 MiB 1883;
+        later rounds 1839 to 1850 (1835).
         """
         if not self.pdl:
             return dict.fromkeys(("gate_up", "down", "qkv"))

@@ -39,7 +39,7 @@ def test_measured_rows(monkeypatch, fake_gpu, small, capsys):
         assert row["status"] == common.PASSED
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["median_ms"] / 1e6, rel=1e-4)
         assert row["input_sets"] * row["bytes"] > 4 * 4096
-    assert {"sdpa math", "grouped matmul"} <= {
+    assert {"sdpa math", "grouped matmul", "reference"} <= {
         row["case"]["contender"] for row in rows if row["status"] == common.PASSED
     }
     assert "Ceiling: memory reads at 100 GB/s" in capsys.readouterr().out

@@ -40,7 +40,8 @@ def test_largest_tile_counts_spills_and_fit_over_all_kernels():
 
 def row(cache_len, block_t, *, spill_bytes=0, capability="9.0", registers=100):
     case = {"capability": capability, "what": "w", "cache_len": cache_len, "block_t": block_t, "kernel": "k"}
-    numbers = {"registers": registers, "spill_bytes": spill_bytes, "occupancy": 0.5}
+    numbers = {"registers": registers, "spill_bytes": spill_bytes, "occupancy": 0.5, "limited_by": "warps"}
+    numbers |= {"shared_memory_bytes": 0, "num_warps": 4}
     return {"case": case, "status": common.PASSED, **numbers}
 
 
@@ -54,10 +55,15 @@ def test_rows_that_differ_in_the_cache_alone_are_one_in_the_table():
 def test_the_verdict_counts_kernels_and_names_tiles():
     rows = [row(4096, 32), row(65536, 64), row(65536, 64, spill_bytes=8, capability="8.0"), row(None, None)]
     assert script.verdict(rows) == (
-        "3 of 4 compiled kernels fit without spills; "
-        "the largest decode tile among them, in keys: sm_90: 64, sm_80: none"
+        "3 of 4 kernels, as they are launched, fit without spills; "
+        "the largest tile that all decode kernels take so, forced or not, in keys: sm_90: 64, sm_80: none"
     )
-    assert script.verdict(rows[3:]) == "1 of 1 compiled kernels fit without spills"
+    assert script.verdict(rows[3:]) == "1 of 1 kernels, as they are launched, fit without spills"
+    forced = row(4096, 64, spill_bytes=8)
+    forced["case"]["forced"] = True
+    assert script.verdict([*rows[:1], forced]).startswith("1 of 1 kernels")
+    assert script.verdict([*rows[:1], forced]).endswith("sm_90: 32")
+    assert [script.table_line(one)[4] for one in (*rows[:1], forced, rows[3])] == ["32", "64 forced", ""]
 
 
 def test_long_caches_and_grouped_heads_are_compiled_with_their_own_tiles(tmp_path):
@@ -69,10 +75,13 @@ def test_long_caches_and_grouped_heads_are_compiled_with_their_own_tiles(tmp_pat
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     rows = common.load_results(tmp_path / "compiled" / "kernel_resources.json")["rows"]
-    tiles = {(one["case"]["what"], one["case"]["cache_len"], one["case"]["block_t"]) for one in rows}
+    tiles = {tuple(one["case"][name] for name in ("what", "cache_len", "block_t", "forced")) for one in rows}
     mini, grouped = "decode attention 32/32 D=96", "decode attention 32/8 D=128"
+    single = "decode attention, single pass, 32/32 D=96"
     assert tiles == {
-        (mini, 4096, 32), (mini, 65536, 64), (mini, 65536, 128), (grouped, 4096, 32), (grouped, 4096, 64),
+        (mini, 65536, 64, False), (mini, 65536, 128, False), (grouped, 4096, 32, False), (grouped, 4096, 64, False),
+        (grouped, 4096, 128, True),
+        *((what, 4096, size, size > 32) for what in (mini, single) for size in (32, 64, 128)),
     }  # fmt: skip
 
 
@@ -92,4 +101,4 @@ def test_compiles_for_a_gpu_that_is_not_here(tmp_path):
     rows = common.load_results(tmp_path / "compiled" / "kernel_resources.json")["rows"]
     assert rows and all(row["status"] == common.PASSED for row in rows)
     assert all(0 < row["registers"] <= 255 and row["num_warps"] >= 1 for row in rows)
-    assert "sm_89" in run.stdout and "kernels fit without spills" in run.stdout
+    assert "sm_89" in run.stdout and "launched, fit without spills" in run.stdout

@@ -168,7 +168,7 @@ def test_a_triton_that_cannot_compile_the_kernels_is_refused(monkeypatch):
         make_decoder("fused", model, poisoned_cache(model, 8))
 
 
-def test_prefetches_lie_behind_what_the_first_programs_load():
+def test_where_the_prefetches_of_phi_3_mini_lie():
     """Phi-3-mini on an H200: gate/up takes 9 rounds of 924 rows, of which the seventh is asked for."""
 
     def linear(rows, columns):

@@ -322,7 +322,8 @@ def test_weights_that_do_not_fit(start, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("preset", "line"), [("tiny", r"head_dim +16$"), ("phi-3-mini-4k", r"head_dim +96 \(the kernel pads it to 128\)$")]
+    ("preset", "line"),
+    [("tiny", r"head_dim +16$"), ("phi-3-mini-4k", r"head_dim +96 \(64 \+ 32 in decode, padded to 128 in prefill\)$")],
 )
 def test_step_1_makes_no_random_weights(start, monkeypatch, preset, line):
     monkeypatch.setattr(load_model, "free_memory", lambda device: 0)
