@@ -335,6 +335,7 @@ class Results:
 
     def __init__(self, script, configuration, method):
         self.script = script
+        check_writable(results_dir(configuration.get("results_dir")))
         self.configuration = {name: value for name, value in configuration.items() if name != "results_dir"}
         self.method = method
         self.rows = []
@@ -386,6 +387,13 @@ def results_dir(directory=None):
     return config.ROOT / (directory or config.RESULTS_DIR)
 
 
+def check_writable(folder):
+    """UsageError unless result files can be written under ``folder``: before measuring, not after."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise cli.UsageError(f"results cannot be written to {folder}: {there} is no folder that can be written to")
+
+
 def _json(content):
     text = json.dumps(_rounded(content), indent=1)
     # One line per list of samples, so that a file can be read and compared by eye.
@@ -410,9 +418,26 @@ def load_results(path):
         raise cli.UsageError(f"{path}: {error.strerror}") from None
     except ValueError:
         raise cli.UsageError(f"{path} is not JSON") from None
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+    needed = {"script", "date", "environment", "configuration", "method", "rows"}
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA or not needed <= content.keys():
         raise cli.UsageError(f"{path} is not a result file of schema {SCHEMA}; run its script again")
     return content
+
+
+def print_failures(rows, is_ours):
+    """Print the rows that are wrong or ran out of memory, and those of this project that did not run; return what of
+    this project failed. A contender that this machine lacks is no failure, a kernel of ours that raises is one.
+
+    is_ours: of a contender's name, whether it is this project's.
+    """
+    failed = []
+    for row in rows:
+        ours = is_ours(row["case"]["contender"])
+        if row["status"] in (INCORRECT, OOM) or (ours and row["status"] != PASSED):
+            print(f"{row['status']}: {row['case']} {row['reason']}")
+        if ours and row["status"] not in (PASSED, OOM):
+            failed.append(row)
+    return failed
 
 
 def finish(results, ok, text, directory=None):

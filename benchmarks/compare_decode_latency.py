@@ -200,10 +200,7 @@ def main():
             lines.append(line)
         print(shape.name)
         cli.table(COLUMNS, lines)
-    bad = [row for row in results.rows if row["status"] in (common.INCORRECT, common.OOM)]
-    for row in bad:
-        print(f"{row['status']}: {row['case']} {row['reason']}")
-    wrong = [row for row in bad if row["status"] == common.INCORRECT and is_ours(row["case"]["contender"])]
+    wrong = common.print_failures(results.rows, is_ours)
     known = {key: gain for key, gain in gains.items() if gain is not None}
     slower = [f"{name} at {length}" for (name, length), gain in known.items() if gain < 1]
     text = f"as fast as the best PyTorch contender or faster in {len(known) - len(slower)} of {len(gains)} rows"

@@ -6,6 +6,7 @@ Rows are matched by their ``case``. A row that passed before and does not now, o
 so is a missing file; a new row or file is not.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -41,6 +42,10 @@ def compare(before, after, limit):
     """(lines of the printed table, regressions) of two contents of the same script."""
     if before["script"] != after["script"]:
         raise cli.UsageError(f"results of {before['script']} and {after['script']} cannot be compared")
+    for name in ("model_path", "dtype"):
+        old, new = (content["configuration"].get(name) for content in (before, after))
+        if old != new:
+            raise cli.UsageError(f"results of {before['script']} with {name} {old} and {new} cannot be compared")
     newer = {case_key(row["case"]): row for row in after["rows"]}
     lines, regressions = [], []
     for old in before["rows"]:
@@ -68,6 +73,8 @@ def main():
     parser.add_argument("after", type=Path, help="result file or folder")
     parser.add_argument("--limit", type=float, default=1.05, help="largest ratio after / before that still passes")
     args = parser.parse_args()
+    if not 0 < args.limit < math.inf:
+        raise cli.UsageError(f"--limit must be above 0 and finite, got {args.limit:g}")
     files, missing = pairs(args.before, args.after)
     regressions = [f"{name}: missing in {args.after}" for name in missing]
     for before, after in files:

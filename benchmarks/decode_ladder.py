@@ -167,7 +167,12 @@ def measure_context(rungs, model, context, args, bandwidth, results):
         for number, contender in contenders.items():
             runs[number].append(contender.run())
     # The next context is timed behind a profiler that was here; it was no slower for that (LOG.md, "The host").
-    work = {number: contender.gpu_work(args.profile_steps) for number, contender in contenders.items()}
+    work = {}
+    for number, contender in contenders.items():
+        try:
+            work[number] = contender.gpu_work(args.profile_steps)
+        except ValueError as error:  # longrope's border lies among the steps of the trace
+            failures[number] = (common.SKIPPED, first_line(error))
 
     # While N tokens are decoded the context grows; the floor is that of its middle.
     floor = common.print_floor(model.config, context + args.new_tokens // 2, model.dtype, bandwidth)
@@ -299,6 +304,8 @@ def main():
     common.add_numbers_argument(parser, "--static-contexts", [128], "contexts at which rung 0s is compiled")
     common.add_choices_argument(parser, "--rungs", {rung.number: rung.name for rung in RUNGS}, "which rungs")
     args = parser.parse_args()
+    if args.new_tokens < 2:
+        raise cli.UsageError("--new-tokens must be at least 2: the first token is the prefill's")
     cli.header("further step", "The decode ladder: what each idea buys, on the same work")
     device, dtype = common.resolve(args)
     rungs = [rung for rung in RUNGS if rung.number in args.rungs]

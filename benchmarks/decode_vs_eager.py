@@ -173,16 +173,20 @@ def main():
     results.numbers["bandwidth_gb_per_s"] = bandwidth
     lines, memory, gains = [], [], []
     for cache_len in common.progress(args.lengths, "decode_vs_eager"):
-        rows = measure_length(cache_len, dtype, device, args, results)
+        try:
+            rows = measure_length(cache_len, dtype, device, args, results)
+        except torch.OutOfMemoryError as error:
+            rows = {OURS: results.add_error({"cache_len": cache_len, "contender": OURS}, error)}
         lines += [table_line(cache_len, name, row, rows[OURS]) for name, row in rows.items()]
         if rows[OURS]["status"] == common.PASSED:
             memory.append(rows[OURS]["peak_memory_bytes"])
             others = [row["median_ms"] for name, row in rows.items() if name != OURS and "median_ms" in row]
             gains.append(min(others, default=float("nan")) / rows[OURS]["median_ms"])
     cli.table(COLUMNS, lines)
-    wrong = [row["case"] for row in results.rows if row["status"] == common.INCORRECT]
-    text = f"INCORRECT: {wrong}"
-    if not wrong:
+    wrong = common.print_failures(results.rows, lambda name: name == OURS)
+    wrong += [row for row in results.rows if row["status"] == common.INCORRECT and row not in wrong]
+    text = "nothing was measured"
+    if gains:
         text = (
             f"{min(gains):.2f} to {max(gains):.2f} times as fast as the best contender; "
             f"memory of a step {min(memory) / 1e3:.0f} to {max(memory) / 1e3:.0f} kB at all lengths"

@@ -269,6 +269,8 @@ def main():
     common.add_numbers_argument(parser, "--block-t", BLOCK_TS, "values of config.BLOCK_T")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="which kernels")
     args = parser.parse_args()
+    for block_t in args.block_t:
+        config.check("BLOCK_T", block_t)
     args.capabilities = args.capabilities or list(LIMITS)
     print(f"[further step] What each kernel takes on each GPU, compiled ahead of time, nothing run\n{cli.machine()}\n")
     results = common.Results("kernel_resources", vars(args), "compiled ahead of time, not run")

@@ -63,9 +63,9 @@ def finish(figure, content, title, path):
 
 
 def draw_ladder(content, path):
-    """A waterfall at the first context: what is left of the time per token with the range of its runs, and what each
-    rung took away."""
-    context = content["rows"][0]["case"]["context"]
+    """A waterfall at the first context that was measured: what is left of the time per token with the range of its
+    runs, and what each rung took away."""
+    context = passed(content)[0]["case"]["context"]
     rows = [row for row in passed(content) if row["case"]["context"] == context]
     noise = decode_ladder.unresolved(rows)
     plt = pyplot()

@@ -263,11 +263,7 @@ def main():
                 over_flash[direction].append(gains[1])
         print(f"{shape.name}, {mask}")
         cli.table(COLUMNS, lines)
-    wrong = False
-    for row in results.rows:
-        if row["status"] in (common.INCORRECT, common.OOM):
-            print(f"{row['status']}: {row['case']} {row['reason']}")
-            wrong |= row["status"] == common.INCORRECT and row["case"]["contender"] == OURS
+    wrong = common.print_failures(results.rows, lambda name: name == OURS)
     text = f"gain over the best SDPA backend: {spans(over_best)}; over its FlashAttention: {spans(over_flash)}"
     return common.finish(results, not wrong, text, args.results_dir)
 

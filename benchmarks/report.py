@@ -339,7 +339,10 @@ def main():
             names = ", ".join(differing)
             return cli.verdict(False, f"tables of {args.readme.name} that differ from {root.name}/: {names}")
         return cli.verdict(True, f"{tables} tables of {args.readme.name} agree with {root.name}/")
-    args.readme.write_text(rendered, encoding="utf-8")
+    try:
+        args.readme.write_text(rendered, encoding="utf-8")
+    except OSError as error:
+        raise cli.UsageError(f"{args.readme}: {error.strerror}") from None
     return cli.verdict(True, f"{tables} tables of {args.readme.name} written from {root.name}/")
 
 

@@ -130,7 +130,7 @@ def test_result_file_round_trip(tmp_path):
     assert {"torch", "triton", "transformers", "python", "commit", "cpu"} <= set(content["environment"])
 
 
-@pytest.mark.parametrize("text", ["not json", "[]", json.dumps({"schema": common.SCHEMA + 1})])
+@pytest.mark.parametrize("text", ["not json", "[]", *(json.dumps({"schema": common.SCHEMA + n}) for n in (0, 1))])
 def test_a_foreign_file_is_refused(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
@@ -167,6 +167,25 @@ def test_a_named_commit_comes_before_git(monkeypatch):
     assert common.environment()["commit"] == "abc123"
 
 
-def test_a_result_does_not_say_where_it_was_written():
-    results = common.Results("script", {"samples": 3, "results_dir": "/somewhere"}, "method")
-    assert results.configuration == {"samples": 3}
+def test_a_result_does_not_say_where_it_was_written(tmp_path):
+    results = common.Results("script", {"samples": 3, "results_dir": str(tmp_path / "new")}, "method")
+    assert results.configuration == {"samples": 3} and not list(tmp_path.iterdir())
+
+
+def test_a_results_folder_that_cannot_be_is_noticed_before_measuring(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(cli.UsageError, match="file is no folder that can be written to"):
+        common.Results("script", {"results_dir": str(tmp_path / "file" / "new")}, "method")
+
+
+def test_only_a_kernel_of_this_project_fails_by_not_running(capsys):
+    results = common.Results("script", {}, "method")
+    for name, status in (
+        ("ours", common.SKIPPED),
+        ("ours", common.OOM),
+        ("theirs", common.SKIPPED),
+        ("ours", "PASSED"),
+    ):
+        results.add({"contender": name}, status, reason="raised")
+    assert common.print_failures(results.rows, lambda name: name == "ours") == results.rows[:1]
+    assert capsys.readouterr().out.count("raised") == 2

@@ -63,6 +63,15 @@ def test_different_scripts_cannot_be_compared(tmp_path):
         compare_results.compare(one, other, 1.05)
 
 
+@pytest.mark.parametrize("setting", [{"model_path": "random:phi-4-mini"}, {"dtype": "float32"}], ids=str)
+def test_different_models_and_dtypes_cannot_be_compared(tmp_path, setting):
+    one = common.load_results(write_ladder(tmp_path, {"0": 30.0}))
+    other = copy.deepcopy(one)
+    other["configuration"] |= setting
+    with pytest.raises(cli.UsageError, match="cannot be compared"):
+        compare_results.compare(one, other, 1.05)
+
+
 def test_compare_wants_two_files_or_two_folders(monkeypatch, tmp_path):
     path = write_ladder(tmp_path, {"0": 30.0})
     with pytest.raises(cli.UsageError, match="two files or two folders"):

@@ -92,6 +92,18 @@ def test_a_rung_that_raises_is_a_row_with_its_reason(monkeypatch, fake_gpu, host
     assert row["status"] == status and str(error) in row["reason"]
 
 
+def test_a_rung_that_cannot_be_traced_is_a_row_with_its_reason(monkeypatch, fake_gpu, host_rungs):
+    """As where longrope's border lies among the steps of the trace: what else was measured stays."""
+
+    def raises(self, steps):
+        raise ValueError("position 16 crosses longrope's border")
+
+    monkeypatch.setattr(script.Ours, "gpu_work", raises)
+    fake_gpu.run(script, *SMALL, "--rungs", "0,2")
+    rows = {row["case"]["rung"]: row for row in fake_gpu.rows("decode_ladder")}
+    assert (rows["0"]["status"], rows["2"]["status"]) == ("PASSED", "SKIPPED") and "border" in rows["2"]["reason"]
+
+
 def test_five_rounds_by_default(fake_gpu, host_rungs):
     flags = [*SMALL[:4], *SMALL[6:]]  # without --rounds
     assert fake_gpu.run(script, *flags, "--rungs", "2")

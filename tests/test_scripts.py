@@ -221,6 +221,9 @@ def test_bad_flags(start, flag):
     [
         ("compare_decode_latency", ("--lengths", "abc"), "--lengths: expected comma-separated numbers of at least 1, "),
         ("decode_ladder", ("--contexts", "0,128"), "--contexts: expected comma-separated numbers of at least 1, "),
+        ("decode_ladder", ("--new-tokens", "1"), "--new-tokens must be at least 2: the first token is the prefill's"),
+        ("kernel_resources", ("--block-t", "48"), "BLOCK_T must be one of 16, 32, 64, 128, 256, got 48"),
+        ("compare_results", ("results", "results", "--limit", "nan"), "--limit must be above 0 and finite, got nan"),
         ("decode_ladder", ("--rounds", "0"), "--rounds: expected a whole number of at least 1, got '0'"),
         ("generate_latency", ("--runs", "-1"), "--runs: expected a whole number of at least 1, got '-1'"),
         ("compare_decode_latency", ("--shapes", "0,3"), "--shapes: '3' is none of 0, 1, 2 "),
