@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -145,8 +146,9 @@ def start(monkeypatch, capsys):
             runpy.run_path(script, run_name="__main__")
         return end.value.code, *capsys.readouterr()
 
-    yield start
-    monkeypatch.undo()
+    with mock.patch.dict(os.environ):  # a script may set variables, as kernel_resources.py does
+        yield start
+        monkeypatch.undo()
     importlib.reload(config)
 
 
