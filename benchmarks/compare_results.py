@@ -3,7 +3,7 @@
     python benchmarks/compare_results.py results/nvidia-h200 /tmp/new/nvidia-h200 --limit 1.05
 
 Rows are matched by their ``case``. A row that passed before and does not now, or is missing, is a regression too, and
-so is a missing file; a new row or file is not.
+so is a missing file; a new row or file is not. Results of different models or dtypes are refused.
 """
 
 import math

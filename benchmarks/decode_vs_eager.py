@@ -183,15 +183,15 @@ def main():
             others = [row["median_ms"] for name, row in rows.items() if name != OURS and "median_ms" in row]
             gains.append(min(others, default=float("nan")) / rows[OURS]["median_ms"])
     cli.table(COLUMNS, lines)
-    wrong = common.print_failures(results.rows, lambda name: name == OURS)
-    wrong += [row for row in results.rows if row["status"] == common.INCORRECT and row not in wrong]
+    failed = common.print_failures(results.rows, lambda name: name == OURS)
+    ok = not failed and all(row["status"] != common.INCORRECT for row in results.rows)
     text = "nothing was measured"
     if gains:
         text = (
             f"{min(gains):.2f} to {max(gains):.2f} times as fast as the best contender; "
             f"memory of a step {min(memory) / 1e3:.0f} to {max(memory) / 1e3:.0f} kB at all lengths"
         )
-    return common.finish(results, not wrong, text, args.results_dir)
+    return common.finish(results, ok, text, args.results_dir)
 
 
 if __name__ == "__main__":

@@ -242,11 +242,15 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def tile_text(case):
+    """Keys per tile of a decode kernel, and whether the wrapper would take that many; empty for other kernels."""
+    return f"{case['block_t']}{' forced' if case.get('forced') else ''}" if case["block_t"] else ""
+
+
 def table_line(row):
     case = row["case"]
     gpu = f"sm_{case['capability'].replace('.', '')}"
-    tile = f"{case['block_t']}{' forced' if case.get('forced') else ''}" if case["block_t"] else ""
-    head = (gpu, case["what"], case["cache_len"], case["kernel"], tile)
+    head = (gpu, case["what"], case["cache_len"], case["kernel"], tile_text(case))
     if row["status"] != common.PASSED:
         return (*head, row["status"], "-", "-", "-", "-", row["reason"])
     return (
@@ -266,7 +270,7 @@ def capability(text):
 def main():
     parser = cli.parser(__doc__, "RESULTS_DIR")
     parser.add_argument("--capabilities", nargs="+", type=capability, help="such as 7.5 8.9; all known ones by default")
-    common.add_numbers_argument(parser, "--block-t", BLOCK_TS, "values of config.BLOCK_T")
+    common.add_numbers_argument(parser, "--block-t", BLOCK_TS, "keys per tile of decode attention")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="which kernels")
     args = parser.parse_args()
     for block_t in args.block_t:

@@ -232,7 +232,9 @@ def kernel_resources(content):
             case = row["case"]
             what = case["what"]
             if case["block_t"]:
-                what += f", BLOCK_T={case['block_t']}, cache {case['cache_len']}"
+                what += f", BLOCK_T={resources.tile_text(case)}"
+            if case["cache_len"]:
+                what += f", cache {case['cache_len']}"
             cells = by_status(row, lambda row=row: [
                 str(row["registers"]), str(row["spill_bytes"]), f"{row['shared_memory_bytes'] / 1024:.1f}",
                 str(row["num_warps"]), f"{100 * row['occupancy']:.0f} %", row["limited_by"],
@@ -244,7 +246,8 @@ def kernel_resources(content):
     rows = resources.merged(content["rows"])
     swept = [row for row in rows if row["case"]["block_t"] is not None]
     others = [row for row in rows if row["case"]["block_t"] is None]
-    return "\n\n".join([table(swept)] + ([folded("Other kernels", table(others))] if others else []))
+    forced = "forced: more keys than the wrapper takes there; 0 %: does not fit."
+    return "\n\n".join([table(swept), forced] + ([folded("Other kernels", table(others))] if others else []))
 
 
 def roofline_table(models):

@@ -99,16 +99,16 @@ def test_the_end_to_end_table_has_the_spread(tmp_path):
     assert len(widths) == 1
 
 
-def test_kernel_resources_have_no_row_twice(tmp_path):
+def test_kernel_resources_have_no_row_twice_and_say_what_is_forced(tmp_path):
     results = common.Results("kernel_resources", {}, "by hand")
     numbers = {"registers": 100, "spill_bytes": 0, "shared_memory_bytes": 2048, "num_warps": 4, "occupancy": 0.5}
     for cache_len, block_t in ((4096, 32), (65536, 32), (65536, 64), (None, None)):
         case = {"capability": "9.0", "what": "w", "cache_len": cache_len, "block_t": block_t, "kernel": "k"}
-        results.add(case, **numbers, limited_by="registers")
+        results.add(case | {"forced": block_t == 64}, **numbers, limited_by="registers")
     results.write_as("compiled", tmp_path)
     lines = report.build("kernel_resources", tmp_path, tmp_path).splitlines()
     assert [line.split(" | ")[1] for line in lines if line.startswith("| sm_90")] == [
-        "w, BLOCK_T=32, cache 4096, 65536", "w, BLOCK_T=64, cache 65536", "w",
+        "w, BLOCK_T=32, cache 4096, 65536", "w, BLOCK_T=64 forced, cache 65536", "w",
     ]  # fmt: skip
 
 
