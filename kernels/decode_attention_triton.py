@@ -158,6 +158,21 @@ def _load_columns(
 
 
 @triton.jit
+def _load_pieces(row_ptrs, mask_row, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr):
+    """_load_columns of rows [R], in loads of PIECE columns.
+
+    Where a load has fewer elements than the program has threads, Triton lets each thread load what a product wants of
+    it. Larger ones pass through shared memory, and loads of keys behind them in the program wait for that.
+    """
+    if WIDTH <= PIECE:
+        return _load_columns(row_ptrs, mask_row, COLUMN, WIDTH, D)
+    else:
+        left = _load_pieces(row_ptrs, mask_row, COLUMN, WIDTH // 2, D, PIECE)
+        right = _load_pieces(row_ptrs, mask_row, COLUMN + WIDTH // 2, WIDTH // 2, D, PIECE)
+        return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [left.shape[0], WIDTH])
+
+
+@triton.jit
 def _load_described(descriptor, batch, kv_head, start, COLUMN: tl.constexpr, WARPS: tl.constexpr):
     """The descriptor's tile from position ``start`` and COLUMN on, its rows dealt out to warps; 0 past column D."""
     tile = descriptor.load([batch, kv_head, start, COLUMN])  # [1, 1, BLOCK_T, columns]
@@ -177,10 +192,22 @@ def _prefetch(rows, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _store_columns(row_ptrs, mask_row, value, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    columns = COLUMN + tl.arange(0, WIDTH)
-    mask = mask_row[:, None] & (columns < D)[None, :]
-    tl.store(row_ptrs[:, None] + columns[None, :], value.to(row_ptrs.dtype.element_ty), mask=mask)
+def _spread_columns(ROWS: tl.constexpr, WIDTH: tl.constexpr, COPIES: tl.constexpr):
+    """Which of WIDTH columns _spread leaves where, [ROWS, WIDTH // PARTS], and which rows [ROWS, 1] repeat no other."""
+    PARTS: tl.constexpr = min(COPIES, WIDTH // 8)
+    copy = (tl.arange(0, ROWS) // (ROWS // COPIES))[:, None]
+    return copy % PARTS * (WIDTH // PARTS) + tl.arange(0, WIDTH // PARTS)[None, :], copy < PARTS
+
+
+@triton.jit
+def _store_columns(
+    row_ptrs, mask_row, value, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, COPIES: tl.constexpr
+):
+    """Store columns COLUMN .. COLUMN + WIDTH of the rows [ROWS], of which COPIES that are equal share the columns."""
+    columns, kept = _spread_columns(value.shape[0], WIDTH, COPIES)
+    columns += COLUMN
+    mask = mask_row[:, None] & kept & (columns < D)
+    tl.store(row_ptrs[:, None] + columns, value.to(row_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -191,32 +218,74 @@ def _first_rows(x, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _combine_halves(x, MAXIMUM: tl.constexpr):
-    """[N, W // 2] of x [N, W]: sums or maxima of neighbours."""
-    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-    return tl.maximum(even, odd) if MAXIMUM else even + odd
+def _spread(acc, COPIES: tl.constexpr):
+    """[W, ROWS, N // PARTS] of acc [W, ROWS, N], whose rows are COPIES equal sets: set c keeps part c % PARTS of the
+    columns. In the layout of a product's result, where a lane has a row's every eighth pair, this moves nothing.
+    """
+    PARTS: tl.constexpr = min(COPIES, acc.shape[2] // 8)
+    if PARTS == 1:
+        return acc
+    else:
+        parts = tl.reshape(acc, [acc.shape[0], COPIES, acc.shape[1] // COPIES, PARTS, acc.shape[2] // PARTS])
+        own = tl.arange(0, COPIES)[:, None] % PARTS == tl.arange(0, PARTS)[None, :]
+        kept = tl.sum(tl.where(own[None, :, None, :, None], parts, 0.0), axis=3)
+        return tl.reshape(kept, [acc.shape[0], acc.shape[1], acc.shape[2] // PARTS])
 
 
 @triton.jit
-def _over_warps(x, MAXIMUM: tl.constexpr):
-    """[N] of x [W, N], W up to 8: sum or maximum. In halves it is one exchange between warps; tl.sum makes many."""
-    x = tl.trans(x)
-    if x.shape[1] > 4:
-        x = _combine_halves(x, MAXIMUM)
-    if x.shape[1] > 2:
-        x = _combine_halves(x, MAXIMUM)
-    if x.shape[1] > 1:
-        x = _combine_halves(x, MAXIMUM)
-    return tl.reshape(x, [x.shape[0]])
+def _unstack(x):
+    """x [..., W] as a tuple of W tensors [...]."""
+    SHAPE: tl.constexpr = x.shape[:-1]
+    COUNT: tl.constexpr = x.shape[len(x.shape) - 1]
+    if COUNT == 1:
+        return (tl.reshape(x, SHAPE),)
+    else:
+        even, odd = tl.split(tl.reshape(x, SHAPE + [COUNT // 2, 2]))  # noqa: RUF005 (kernels have no star)
+        evens, odds, tensors = _unstack(even), _unstack(odd), ()
+        for i in tl.static_range(COUNT // 2):
+            tensors += (evens[i], odds[i])
+        return tensors
 
 
 @triton.jit
-def _sum_accumulators(acc, rescale, OUT_ROWS: tl.constexpr):
-    """[OUT_ROWS, N]: the first rows of the warps' accumulators [W, BLOCK_H, N], each warp's rescaled, in one sum."""
-    if acc.shape[1] > OUT_ROWS:
-        acc = _first_rows(acc, OUT_ROWS)
-    weighted = tl.reshape(acc * rescale[:, :, None], [acc.shape[0], OUT_ROWS * acc.shape[2]])
-    return tl.reshape(_over_warps(weighted, False), [OUT_ROWS, acc.shape[2]])
+def _weighted_sum(terms, weights):
+    """Of two tuples, in pairs: that loses less than adding one after the other."""
+    sums = ()
+    for i in tl.static_range(len(terms)):
+        sums += (terms[i] * weights[i],)
+    for _ in tl.static_range(3):  # eight warps at most
+        if len(sums) > 1:
+            pairs = ()
+            for i in tl.static_range(len(sums) // 2):
+                pairs += (sums[2 * i] + sums[2 * i + 1],)
+            sums = pairs
+    return sums[0]
+
+
+@triton.jit
+def _merge_warps(warp_max, warp_sum, acc_lo, acc_hi, least, D_HI: tl.constexpr):
+    """The warps' softmax states (maxima and sums [W, R], accumulators [W, R, N]) as one, of a maximum of at least
+    ``least``.
+
+    What all warps have goes to every thread that needs it at once, and is rescaled there: two exchanges through shared
+    memory, three with D_HI, each of which costs two barriers. Reductions over W would take a dozen barriers.
+    """
+    maxima, sums = (), ()
+    states = _unstack(tl.permute(tl.join(warp_max, warp_sum), (1, 2, 0)))
+    for i in tl.static_range(len(states)):
+        one_max, one_sum = tl.split(states[i])
+        maxima += (one_max,)
+        sums += (one_sum,)
+    running_max = tl.maximum(maxima[0], least)
+    for i in tl.static_range(1, len(states)):
+        running_max = tl.maximum(running_max, maxima[i])
+    shares, column_shares = (), ()
+    for i in tl.static_range(len(states)):
+        shares += (tl.exp2(maxima[i] - running_max),)
+        column_shares += (shares[i][:, None],)
+    acc_lo = _weighted_sum(_unstack(tl.permute(acc_lo, (1, 2, 0))), column_shares)
+    acc_hi = _weighted_sum(_unstack(tl.permute(acc_hi, (1, 2, 0))), column_shares) if D_HI else acc_lo
+    return running_max, _weighted_sum(sums, shares), acc_lo, acc_hi
 
 
 @triton.jit
@@ -242,20 +311,24 @@ def _attend(
     q_lo, q_hi, k_ptr, v_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, batch, kv_head,
     start, stop, step, zero, scale_log2e, stride_kt, stride_vt,
     D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, BLOCK_H: tl.constexpr, OUT_ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    COPIES: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles of one KV head that begin at start, start + step, ..., as far as position stop.
 
-    Return the softmax state of the first OUT_ROWS query rows.
-
-    That is the maximum [OUT_ROWS], the sum [OUT_ROWS] and the accumulator in two column ranges, [OUT_ROWS, D_LO] and
-    [OUT_ROWS, D_HI]: powers of two, so that 96 is 64 + 32 and no lane idles (D_HI 0: the second repeats the first).
+    q [R, D_LO] and [R, D_HI]: column ranges that are powers of two, so that 96 is 64 + 32 and no lane idles (D_HI 0:
+    the second repeats the first). A product takes BLOCK_H rows, so each is there BLOCK_H // R times, and OUT_ROWS come
+    out. Return the softmax state: the maximum and the sum [OUT_ROWS], and the accumulators of both column ranges as
+    _spread leaves them, OUT_ROWS rows of which COPIES are equal.
 
     Of each tile a warp takes BLOCK_T // WARPS keys and keeps a softmax state of its own, as if it were a split. A
     batched product, one matrix per warp, says so: nothing in the loop crosses warps, which are merged once, at the end.
     """
-    q_lo = tl.broadcast_to(q_lo[None, :, :], [WARPS, BLOCK_H, D_LO])
-    q_hi = tl.broadcast_to(q_hi[None, :, :], [WARPS, BLOCK_H, D_HI if D_HI else D_LO])
+    R: tl.constexpr = q_lo.shape[0]
+    q_lo = tl.broadcast_to(q_lo[None, None, :, :], [WARPS, BLOCK_H // R, R, D_LO])
+    q_lo = tl.reshape(q_lo, [WARPS, BLOCK_H, D_LO])
+    q_hi = tl.broadcast_to(q_hi[None, None, :, :], [WARPS, BLOCK_H // R, R, D_HI if D_HI else D_LO])
+    q_hi = tl.reshape(q_hi, [WARPS, BLOCK_H, D_HI if D_HI else D_LO])
     warp_max = tl.full([WARPS, BLOCK_H], LOWEST, tl.float32)
     warp_sum = tl.zeros([WARPS, BLOCK_H], tl.float32)
     acc_lo = tl.zeros([WARPS, BLOCK_H, D_LO], tl.float32)
@@ -315,39 +388,59 @@ def _attend(
     if BLOCK_H > OUT_ROWS:
         warp_max = tl.reshape(_first_rows(warp_max[:, :, None], OUT_ROWS), [WARPS, OUT_ROWS])
         warp_sum = tl.reshape(_first_rows(warp_sum[:, :, None], OUT_ROWS), [WARPS, OUT_ROWS])
-    running_max = _over_warps(warp_max, True)
-    rescale = tl.exp2(warp_max - running_max[None, :])
-    running_sum = _over_warps(warp_sum * rescale, False)
-    acc_lo = _sum_accumulators(acc_lo, rescale, OUT_ROWS)
-    acc_hi = _sum_accumulators(acc_hi, rescale, OUT_ROWS) if D_HI else acc_lo
-    return running_max, running_sum, acc_lo, acc_hi
+        acc_lo = _first_rows(acc_lo, OUT_ROWS)
+        acc_hi = _first_rows(acc_hi, OUT_ROWS) if D_HI else acc_lo
+    acc_lo = _spread(acc_lo, COPIES)
+    acc_hi = _spread(acc_hi, COPIES) if D_HI else acc_lo
+    return _merge_warps(warp_max, warp_sum, acc_lo, acc_hi, LOWEST, D_HI)
+
+
+# A partial result is a row of D_PAD + STATE_WIDTH floats in memory: an accumulator, the maximum, the sum.
+STATE_WIDTH = tl.constexpr(8)
 
 
 @triton.jit
-def _merge_block(
-    running_max, running_sum, acc, partial_ptr, stat_ptr, block_start, first_program, last_program, first_slot, offs_r,
-    ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """The softmax state with the partials of programs block_start .. block_start + BLOCK_S merged into it."""
-    program = block_start + tl.arange(0, BLOCK_S)
-    slot = tl.where(program == first_program, first_slot, 2 * program)
-    row = slot[None, :].to(tl.int64) * ROWS + offs_r[:, None]
-    mask_row = (program <= last_program)[None, :] & (offs_r < ROWS)[:, None]
+def _store_state(row_ptrs, mask_row, running_max, running_sum, D_PAD: tl.constexpr, WIDTH: tl.constexpr):
+    """Store maxima and sums [ROWS] of partial results, as if they were accumulators [ROWS, WIDTH] with one column.
+
+    So, and on 16 bytes, they are stored by threads that have them, not by others that they are passed on to.
+    """
+    column = tl.arange(0, WIDTH)[None, :]
+    ptrs = row_ptrs[:, None] + D_PAD + column
+    mask = mask_row[:, None] & (column == 0)
+    tl.store(ptrs, tl.broadcast_to(running_max[:, None], ptrs.shape), mask=mask)
+    tl.store(ptrs + 4, tl.broadcast_to(running_sum[:, None], ptrs.shape), mask=mask)
+
+
+@triton.jit
+def _merge_partials(rows, masks, running_max, running_sum, acc, D: tl.constexpr, D_PAD: tl.constexpr):
+    """The softmax state of R rows (maximum and sum [R], accumulator [R, D_PAD]) with partial results merged into it.
+
+    rows and masks: for each partial, where its rows [R] begin, and which of them there are. One after the other, each
+    thread for its own columns: nothing passes between threads, for which everybody would wait.
+    """
+    maxima, sums, accs = (), (), ()
+    new_max = running_max
     # All loads first, so that they wait for memory together. .cg: from the L2, where the others' stores are.
-    part_max = tl.load(stat_ptr + 2 * row, mask=mask_row, other=LOWEST, cache_modifier=".cg")  # [BLOCK_R, BLOCK_S]
-    part_sum = tl.load(stat_ptr + 2 * row + 1, mask=mask_row, other=0.0, cache_modifier=".cg")
-    part = _load_columns(partial_ptr + row * D, mask_row, 0, D_PAD, D, True)  # [BLOCK_R, BLOCK_S, D_PAD]
-    new_max = tl.maximum(running_max, tl.max(part_max, axis=1))
+    for i in tl.static_range(len(rows)):
+        maxima += (tl.load(rows[i] + D_PAD, mask=masks[i], other=LOWEST, cache_modifier=".cg"),)
+        sums += (tl.load(rows[i] + D_PAD + 4, mask=masks[i], other=0.0, cache_modifier=".cg"),)
+        accs += (_load_columns(rows[i], masks[i], 0, D_PAD, D, True),)
+    for i in tl.static_range(len(rows)):
+        new_max = tl.maximum(new_max, maxima[i])
     rescale = tl.exp2(running_max - new_max)
-    share = tl.exp2(part_max - new_max[:, None])
-    running_sum = running_sum * rescale + tl.sum(part_sum * share, axis=1)
-    acc = acc * rescale[:, None] + tl.sum(part * share[:, :, None], axis=1)
+    running_sum *= rescale
+    acc *= rescale[:, None]
+    for i in tl.static_range(len(rows)):
+        share = tl.exp2(maxima[i] - new_max)
+        running_sum += sums[i] * share
+        acc += accs[i] * share[:, None]
     return new_max, running_sum, acc
 
 
 @triton.jit
 def _merge(
-    partial_ptr, stat_ptr, first_program, last_program, first_slot, zero,
+    partial_ptr, base_slot, first_program, last_program, first_slot, zero,
     ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -355,36 +448,34 @@ def _merge(
 
     Always in this order, whoever arrived last, so that the sum has the same bits on every run. A program's partial is
     in slot 2 * program, except that of the first, which may be its second (``first_slot``). ONE_BLOCK: there are at
-    most BLOCK_S. Everybody waits for the last program's merge, so it is worth code without a loop.
+    most BLOCK_S.
     """
     offs_r = tl.arange(0, BLOCK_R) + zero
     running_max = tl.full([BLOCK_R], LOWEST, tl.float32)
     running_sum = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, D_PAD], tl.float32)
-    if ONE_BLOCK:
-        running_max, running_sum, acc = _merge_block(
-            running_max, running_sum, acc, partial_ptr, stat_ptr, first_program, first_program, last_program,
-            first_slot, offs_r, ROWS, D, D_PAD, BLOCK_S,
-        )  # fmt: skip
-    else:
-        for block_start in range(first_program, last_program + 1, BLOCK_S):
-            running_max, running_sum, acc = _merge_block(
-                running_max, running_sum, acc, partial_ptr, stat_ptr, block_start, first_program, last_program,
-                first_slot, offs_r, ROWS, D, D_PAD, BLOCK_S,
-            )  # fmt: skip
+    end = first_program + 1 if ONE_BLOCK else last_program + 1
+    for block_start in range(first_program, end, BLOCK_S):
+        rows, masks = (), ()
+        for i in tl.static_range(BLOCK_S):
+            program = block_start + i
+            slot = tl.where(program == first_program, first_slot, 2 * program)
+            rows += (partial_ptr + ((base_slot + slot).to(tl.int64) * ROWS + offs_r) * (D_PAD + STATE_WIDTH),)
+            masks += ((program <= last_program) & (offs_r < ROWS),)
+        running_max, running_sum, acc = _merge_partials(rows, masks, running_max, running_sum, acc, D, D_PAD)
     return running_max, running_sum, acc
 
 
 @triton.jit
 def _write_result(
     out_rows, lse_rows, mask_row, running_max, running_sum, acc_lo, acc_hi,
-    D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr,
+    D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Divide by the softmax sum and store. A row without a visible key is 0, its log-sum-exp -inf."""
     divisor = tl.where(running_sum == 0, 1.0, running_sum)
-    _store_columns(out_rows, mask_row, acc_lo / divisor[:, None], 0, D_LO, D)
+    _store_columns(out_rows, mask_row, acc_lo / divisor[:, None], 0, D_LO, D, COPIES)
     if D_HI:
-        _store_columns(out_rows, mask_row, acc_hi / divisor[:, None], D_LO, D_HI, D)
+        _store_columns(out_rows, mask_row, acc_hi / divisor[:, None], D_LO, D_HI, D, COPIES)
     if lse_rows is not None:
         lse = tl.where(running_sum == 0, float("-inf"), (running_max + tl.log2(divisor)) * LN_2)
         tl.store(lse_rows, lse, mask=mask_row)
@@ -398,16 +489,16 @@ def _program_of(tile, share, extra):
 
 @triton.jit
 def _attend_piece(
-    q_ptr, k_ptr, v_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, out_ptr, lse_ptr, partial_ptr, stat_ptr,
+    q_ptr, k_ptr, v_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, out_ptr, lse_ptr, partial_ptr,
     arrived_ptr,
-    batch, item, start, stop, step, whole, slot, first_program, last_program, first_slot, zero,
+    batch, item, start, stop, step, whole, base_slot, slot, first_program, last_program, first_slot, zero,
     scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh,
     Hq: tl.constexpr, ITEMS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr, OUT_ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     ONE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
-    PREFETCH: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
+    Q_COLUMNS: tl.constexpr, PREFETCH: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles at start, start + step, ... of one item, as far as position stop.
 
@@ -421,39 +512,40 @@ def _attend_piece(
     k_head_ptr = k_ptr + wide_batch * stride_kb + kv_head * stride_kh
     v_head_ptr = v_ptr + wide_batch * stride_vb + kv_head * stride_vh
     if PREFETCH:
-        # The tiles' own loads are issued after q has arrived: a latency that the first of them need not wait for.
+        # Before anything else: the addresses of q and of the tiles' own loads take a while to compute.
         ahead = tl.minimum(start + tl.arange(0, BLOCK_T), tl.maximum(stop - 1, 0)).to(tl.int64)
         _prefetch(k_head_ptr + ahead * stride_kt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
         _prefetch(v_head_ptr + ahead * stride_vt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    offs_h = tl.arange(0, BLOCK_H) + zero
-    mask_h = (offs_h < ROWS) & (head_block * ROWS + offs_h < GROUP)
-    q_rows = q_ptr + wide_batch * stride_qb + (kv_head * GROUP + head_block * ROWS + offs_h) * stride_qh
-    q_lo = _load_columns(q_rows, mask_h, 0, D_LO, D)
-    q_hi = _load_columns(q_rows, mask_h, D_LO, D_HI, D) if D_HI else q_lo
+    COPIES: tl.constexpr = OUT_ROWS // BLOCK_R
+    offs_r = tl.arange(0, BLOCK_R) + zero
+    mask_r = (offs_r < ROWS) & (head_block * ROWS + offs_r < GROUP)
+    q_rows = q_ptr + wide_batch * stride_qb + (kv_head * GROUP + head_block * ROWS + offs_r) * stride_qh
+    q_lo = _load_pieces(q_rows, mask_r, 0, D_LO, D, Q_COLUMNS)
+    q_hi = _load_pieces(q_rows, mask_r, D_LO, D_HI, D, Q_COLUMNS) if D_HI else q_lo
     running_max, running_sum, acc_lo, acc_hi = _attend(
         q_lo, q_hi, k_head_ptr, v_head_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, batch, item // HEAD_BLOCKS,
-        start, stop, step, zero, scale_log2e, stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS,
-        WIDE_OFFSETS, NUM_STAGES,
+        start, stop, step, zero, scale_log2e, stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, COPIES, BLOCK_T,
+        WARPS, WIDE_OFFSETS, NUM_STAGES,
     )  # fmt: skip
     # All that is left is the merge. Where this would crowd the next programs, EARLY is off (choose_launch).
     _launch_next(EARLY)
 
-    offs_h = tl.arange(0, OUT_ROWS) + zero
+    offs_o = tl.arange(0, OUT_ROWS) + zero
+    offs_h = offs_o % BLOCK_R
     mask_h = (offs_h < ROWS) & (head_block * ROWS + offs_h < GROUP)
     if whole:
         q_head = kv_head * GROUP + head_block * ROWS + offs_h
         _write_result(
             out_ptr + wide_batch * stride_ob + q_head * stride_oh,
             None if lse_ptr is None else lse_ptr + wide_batch * Hq + q_head,
-            mask_h, running_max, running_sum, acc_lo, acc_hi, D, D_LO, D_HI,
+            mask_h, running_max, running_sum, acc_lo, acc_hi, D, D_LO, D_HI, COPIES,
         )  # fmt: skip
     else:
-        row = slot.to(tl.int64) * ROWS + offs_h
-        _store_columns(partial_ptr + row * D, offs_h < ROWS, acc_lo, 0, D_LO, D)
+        rows = partial_ptr + ((base_slot + slot).to(tl.int64) * ROWS + offs_h) * (D_PAD + STATE_WIDTH)
+        _store_columns(rows, offs_h < ROWS, acc_lo, 0, D_LO, D, COPIES)
         if D_HI:
-            _store_columns(partial_ptr + row * D, offs_h < ROWS, acc_hi, D_LO, D_HI, D)
-        tl.store(stat_ptr + 2 * row, running_max, mask=offs_h < ROWS)
-        tl.store(stat_ptr + 2 * row + 1, running_sum, mask=offs_h < ROWS)
+            _store_columns(rows, offs_h < ROWS, acc_hi, D_LO, D_HI, D, COPIES)
+        _store_state(rows, offs_o < ROWS, running_max, running_sum, D_PAD, acc_lo.shape[1])
 
         # A scalar atomic is issued by one thread, and orders only what that thread has seen: all stores of the
         # program have to be behind a barrier first.
@@ -463,7 +555,7 @@ def _attend_piece(
         if before == last_program - first_program:
             tl.store(arrived, 0)  # for the next launch (a replay of a captured graph cannot clear it)
             merged_max, merged_sum, merged = _merge(
-                partial_ptr, stat_ptr, first_program, last_program, first_slot, zero,
+                partial_ptr, base_slot, first_program, last_program, first_slot, zero,
                 ROWS, D, D_PAD, BLOCK_R, BLOCK_S, ONE_BLOCK,
             )  # fmt: skip
             offs_r = tl.arange(0, BLOCK_R) + zero
@@ -472,7 +564,7 @@ def _attend_piece(
                 out_ptr + wide_batch * stride_ob + merged_head * stride_oh,
                 None if lse_ptr is None else lse_ptr + wide_batch * Hq + merged_head,
                 (offs_r < ROWS) & (head_block * ROWS + offs_r < GROUP),
-                merged_max, merged_sum, merged, merged, D, D_PAD, 0,
+                merged_max, merged_sum, merged, merged, D, D_PAD, 0, 1,
             )  # fmt: skip
 
 
@@ -487,8 +579,7 @@ def _decode_attention_split_kernel(
     v_hi_desc,
     out_ptr,  # [B, Hq, D]
     lse_ptr,  # [B, Hq] fp32 contiguous, or None
-    partial_ptr,  # [2 * programs, ROWS, D] fp32: accumulators
-    stat_ptr,  # [2 * programs, ROWS, 2] fp32: softmax maximum and sum
+    partial_ptr,  # [2 * programs, ROWS, D_PAD + STATE_WIDTH] fp32
     arrived_ptr,  # [B * Hkv * HEAD_BLOCKS] int32: partials that are stored; 0 before and after each launch
     cache_len,  # int, or with PER_SEQUENCE a pointer to int32 [B]
     B,
@@ -516,6 +607,7 @@ def _decode_attention_split_kernel(
     WIDE_OFFSETS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     FEW_SPLITS: tl.constexpr,
+    Q_COLUMNS: tl.constexpr,
     PREFETCH: tl.constexpr,
     SPLITS_PER_ITEM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -568,14 +660,14 @@ def _decode_attention_split_kernel(
             start = first + (split * share + tl.minimum(split, extra)) * BLOCK_T
             stop = tl.minimum(start + (share + (split < extra).to(tl.int32)) * BLOCK_T, end)
             step = BLOCK_T
-        first_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) * (2 * ROWS)
         _attend_piece(
             q_ptr, k_ptr, v_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, out_ptr, lse_ptr,
-            partial_ptr + first_row * D, stat_ptr + 2 * first_row, arrived_ptr,
-            batch, item, start, stop, step, splits == 1, 2 * split, 0, splits - 1, 0, 0,
+            partial_ptr, arrived_ptr,
+            batch, item, start, stop, step, splits == 1, 2 * tl.program_id(1) * tl.num_programs(0), 2 * split,
+            0, splits - 1, 0, 0,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
-            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES, EARLY,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, PREFETCH, NUM_STAGES, EARLY,
         )  # fmt: skip
         return
 
@@ -625,12 +717,12 @@ def _decode_attention_split_kernel(
         first_program_start = first_program * share + tl.minimum(first_program, extra)
         first_slot = 2 * first_program + (item_start > first_program_start).to(tl.int32)
         _attend_piece(
-            q_ptr, k_ptr, v_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, out_ptr, lse_ptr, partial_ptr, stat_ptr,
+            q_ptr, k_ptr, v_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, out_ptr, lse_ptr, partial_ptr,
             arrived_ptr,
-            batch, item, start, stop, BLOCK_T, (tile == item_start) & (piece_end == item_end), slot,
+            batch, item, start, stop, BLOCK_T, (tile == item_start) & (piece_end == item_end), 0, slot,
             first_program, last_program, first_slot, zero,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
-            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, PREFETCH, NUM_STAGES, False,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, PREFETCH, NUM_STAGES, False,
         )  # fmt: skip
         tile = piece_end

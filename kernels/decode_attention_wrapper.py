@@ -9,13 +9,14 @@ import triton
 
 import config
 from kernels import INTERPRETED
-from kernels.decode_attention_triton import _decode_attention_kernel, _decode_attention_split_kernel
+from kernels.decode_attention_triton import STATE_WIDTH, _decode_attention_kernel, _decode_attention_split_kernel
 from kernels.device import (
     TRITON_VERSION,
     check_launchable,
     device_info,
     launch_options,
     pdl_supported,
+    pow2_floor,
     stride_unit,
     tile_descriptor,
     tma_fits,
@@ -29,9 +30,9 @@ class DecodeLaunch(NamedTuple):
     """Launch choices. rows: query heads of one program; block_t: key positions per tile; programs_per_sm: programs of
     the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program, from the
     few_splits-th split of an item on; interleaved: whole splits take tiles in turn, not a run of them; tma: tiles by
-    tensor descriptor (see tma_fits); prefetch: whether a program asks the L2 for its first tile before it waits for q;
-    pdl: programmatic dependent launch; early: whether whole splits let the next launch's programs come as soon as they
-    have read their keys.
+    tensor descriptor (see tma_fits); q_columns: columns of q per load (see _load_pieces); prefetch: whether a program
+    asks the L2 for its first tile before all else; pdl: programmatic dependent launch; early: whether whole splits let
+    the next launch's programs come as soon as they have read their keys.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class DecodeLaunch(NamedTuple):
     few_splits: int
     interleaved: bool
     tma: bool
+    q_columns: int
     prefetch: bool
     pdl: bool
     early: bool
@@ -114,12 +116,18 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     num_stages = max(2, min(most_stages, tiles + 1 if tensor_cores else tiles))
     # Up to eight splits of a group cost little more to merge than two.
     min_tiles, few_splits = (256 // keys, 1) if short else (2, 1) if group_size == 1 else (4, 8)
+    # Half as many elements of q per load as threads. Of many rows, or wide ones, q would take the registers of keys.
+    q_columns = 16 * num_warps // triton.next_power_of_2(rows)
+    if q_columns < 8 or head_dim > 128 or (group_size > 1 and device.capability < (9, 0)):
+        q_columns = 256
     pdl = pdl_supported(device)
     return DecodeLaunch(
         rows, keys, num_warps, num_stages, programs_per_sm, min_tiles, few_splits,
         interleaved=group_size > 1 or keys_per_sm <= 512,
         tma=tma,
-        prefetch=True,
+        q_columns=q_columns,
+        # More instructions than they save where a program has one row.
+        prefetch=group_size > 1,
         pdl=pdl,
         # The next launch's programs take the places that come free first, several on one multiprocessor and none on
         # another: a loss unless there are few of them, or one fills a multiprocessor.
@@ -318,10 +326,9 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
                     for cache in (k_cache, v_cache)
                     for columns in (options["D_LO"], options["D_HI"])
                 ]
-            workspace = _workspace(q.device, slot_rows * (D + 2), items)
-            stats, partial = workspace.partial, workspace.partial[2 * slot_rows :]
+            workspace = _workspace(q.device, slot_rows * (options["D_PAD"] + STATE_WIDTH.value), items)
             _decode_attention_split_kernel[grid](
-                q, k_cache, v_cache, *descriptors, out, lse, partial, stats, workspace.arrived,
+                q, k_cache, v_cache, *descriptors, out, lse, workspace.partial, workspace.arrived,
                 cache_len, B, T_max, window, scale_log2e, *strides,
                 STRIDE_UNIT=unit, WIDE_OFFSETS=wide_offsets, **options,
             )  # fmt: skip
@@ -350,19 +357,20 @@ def _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence):
     # Sequences of one length need no balancing: every item gets the same number of splits.
     whole_splits = num_programs % items == 0 and items < 2**16 and (B == 1 or not per_sequence)
     splits = num_programs // items if whole_splits else num_programs
-    # Partials merged at a time: at most 64 accumulator values per thread.
-    block_s = max(1, min(64, 64 * 32 * choice.num_warps // (block_r * triton.next_power_of_2(D))))
+    d_pad = triton.next_power_of_2(D)
+    # Partials merged at a time: those that 96 registers of each thread hold.
+    block_s = pow2_floor(96 // (2 + triton.cdiv(block_r * d_pad, 32 * choice.num_warps)))
     grid = (splits, items) if whole_splits else (num_programs,)
     return grid, 2 * num_programs * choice.rows, items, {
-        "Hq": Hq, "Hkv": Hkv, "D": D, "D_LO": d_lo, "D_HI": d_hi, "D_PAD": triton.next_power_of_2(D),
-        "ROWS": choice.rows,
+        "Hq": Hq, "Hkv": Hkv, "D": D, "D_LO": d_lo, "D_HI": d_hi, "D_PAD": d_pad, "ROWS": choice.rows,
         # tl.dot takes 16 rows, of which up to 8 leave the loop.
         "BLOCK_H": max(16, block_r), "OUT_ROWS": max(8, block_r), "BLOCK_R": block_r,
         "BLOCK_S": min(block_s, triton.next_power_of_2(splits)), "ONE_BLOCK": splits <= block_s,
         "BLOCK_T": choice.block_t,
         # A product takes at least 16 keys per warp.
         "WARPS": min(choice.num_warps, choice.block_t // 16),
-        "MIN_TILES": choice.min_tiles, "FEW_SPLITS": choice.few_splits, "PREFETCH": choice.prefetch,
+        "MIN_TILES": choice.min_tiles, "FEW_SPLITS": choice.few_splits,
+        "Q_COLUMNS": choice.q_columns, "PREFETCH": choice.prefetch,
         "SPLITS_PER_ITEM": whole_splits, "INTERLEAVED": choice.interleaved,
         "B_PAD": triton.next_power_of_2(B), "PER_SEQUENCE": per_sequence,
         "NUM_STAGES": choice.num_stages, "EARLY": choice.early, "PDL": choice.pdl,

@@ -66,6 +66,11 @@ def _wait_for_previous(PDL: tl.constexpr):
         _gdc_wait()
 
 
+def pow2_floor(n):
+    """The largest power of two that is at most n."""
+    return 1 << (n.bit_length() - 1)
+
+
 def pdl_supported(device):
     """Whether kernels on ``device``, a DeviceInfo, can use PDL: compute capability 9.0+ and a Triton that has it."""
     return TRITON_HAS_PDL and not INTERPRETED and device.capability >= (9, 0)

@@ -27,13 +27,17 @@ import triton.language as tl
 
 from kernels.decode_attention_triton import (
     LOWEST,
+    STATE_WIDTH,
     _accumulate,
     _dot,
     _first_rows,
     _in_units,
     _load_columns,
-    _over_warps,
-    _sum_accumulators,
+    _merge_partials,
+    _merge_warps,
+    _spread,
+    _spread_columns,
+    _store_state,
 )
 from kernels.device import _launch_next, _wait_for_previous
 
@@ -326,21 +330,27 @@ def _load_new(
 
 
 @triton.jit
-def _dims(COLUMN: tl.constexpr, WIDTH: tl.constexpr, DIRECT: tl.constexpr):
-    """Two [WIDTH]: the dim at each place of K and of V, of dims COLUMN .. COLUMN + WIDTH.
+def _k_dims(COLUMN: tl.constexpr, WIDTH: tl.constexpr, DIRECT: tl.constexpr):
+    """[WIDTH]: the dim at each place of K, of dims COLUMN .. COLUMN + WIDTH.
 
-    The dims (chunk, c, i, b) of _load_k have the places (chunk, i, c, b), (chunk, n, i) of _load_v (chunk, i, n).
+    The dims (chunk, c, i, b) of _load_k have the places (chunk, i, c, b).
     """
     place = tl.arange(0, WIDTH)
-    k_dims, v_dims = COLUMN + place, COLUMN + place
     if DIRECT:
-        K_RUN: tl.constexpr = 8 if WIDTH >= 32 else WIDTH // 4
-        V_RUN: tl.constexpr = 8 if WIDTH >= 64 else WIDTH // 8
-        chunk, i, c, b = place // (4 * K_RUN), place // 8 % (K_RUN // 2), place // 2 % 4, place % 2
-        k_dims = COLUMN + (chunk * 4 + c) * K_RUN + i * 2 + b
-        chunk, i, n = place // (8 * V_RUN), place // 8 % V_RUN, place % 8
-        v_dims = COLUMN + (chunk * 8 + n) * V_RUN + i
-    return k_dims, v_dims
+        RUN: tl.constexpr = 8 if WIDTH >= 32 else WIDTH // 4
+        chunk, i, c, b = place // (4 * RUN), place // 8 % (RUN // 2), place // 2 % 4, place % 2
+        place = (chunk * 4 + c) * RUN + i * 2 + b
+    return COLUMN + place
+
+
+@triton.jit
+def _v_dims(place, COLUMN: tl.constexpr, WIDTH: tl.constexpr, DIRECT: tl.constexpr):
+    """The dims at these places of V, of dims COLUMN .. COLUMN + WIDTH: (chunk, n, i) of _load_v for (chunk, i, n)."""
+    if DIRECT:
+        RUN: tl.constexpr = 8 if WIDTH >= 64 else WIDTH // 8
+        chunk, i, n = place // (8 * RUN), place // 8 % RUN, place % 8
+        place = (chunk * 8 + n) * RUN + i
+    return COLUMN + place
 
 
 @triton.jit
@@ -414,13 +424,6 @@ def _load_tile(
 
 
 @triton.jit
-def _store_first_row(ptr, x, dims, D: tl.constexpr):
-    """Store the first row of x [ROWS, N], float32, each place's value at its dim."""
-    rows = tl.arange(0, x.shape[0])[:, None]
-    tl.store(ptr + dims[None, :] + 0 * rows, x.to(ptr.dtype.element_ty), mask=(rows == 0) & (dims < D)[None, :])
-
-
-@triton.jit
 def _rope_attention_kernel(
     qkv_ptr,  # [(HQ + 2 * HKV) * D]: q, k, v of the new token
     cos_ptr,  # [T_max, ROTARY / 2] float32
@@ -429,8 +432,7 @@ def _rope_attention_kernel(
     k_ptr,  # [HKV, T_max, D]
     v_ptr,
     out_ptr,  # [HQ * D]
-    partial_ptr,  # [HQ, SPLITS, D_PAD] float32: sum of weights * v
-    state_ptr,  # [HQ, SPLITS, 2] float32: running maximum (base 2) and sum of weights
+    partial_ptr,  # [HQ, SPLITS, D_PAD + STATE_WIDTH] float32, accumulators in V's places
     arrived_ptr,  # [HQ] int32, zero before and after
     window,
     scale,
@@ -484,10 +486,17 @@ def _rope_attention_kernel(
     k_lo, k_hi, v_lo, v_hi = _load_tile(
         k_ptr, v_ptr, start, end, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS, DIRECT
     )  # fmt: skip
-    k_dims_lo, v_dims_lo = _dims(0, D_LO, DIRECT)
+    ROWS: tl.constexpr = 8  # equal ones that leave a product of 16, see _spread
+    k_dims_lo = _k_dims(0, D_LO, DIRECT)
+    places_lo, kept_lo = _spread_columns(ROWS, D_LO, ROWS)
+    # The 0, which the compiler does not know, hides that these run down the rows: that would be the layout of the sums.
+    zero = position >> 31
+    v_dims_lo = tl.where(kept_lo, _v_dims(places_lo, 0, D_LO, DIRECT), D) ^ zero
     cos_lo, sin_lo = _load_rotation(cos_ptr, sin_ptr, position, k_dims_lo, ROTARY)
     if D_HI:
-        k_dims_hi, v_dims_hi = _dims(D_LO, D_HI, DIRECT)
+        k_dims_hi = _k_dims(D_LO, D_HI, DIRECT)
+        places_hi, kept_hi = _spread_columns(ROWS, D_HI, ROWS)
+        v_dims_hi = tl.where(kept_hi, _v_dims(places_hi, D_LO, D_HI, DIRECT), D) ^ zero
         cos_hi, sin_hi = _load_rotation(cos_ptr, sin_ptr, position, k_dims_hi, ROTARY)
     _wait_for_previous(PDL)
 
@@ -508,16 +517,13 @@ def _rope_attention_kernel(
     if D_HI:
         tl.store(k_row + k_dims_hi, k_new_hi, mask=writes & (k_dims_hi < D))
         tl.store(v_row + v_dims_hi, v_new_hi, mask=writes & (v_dims_hi < D))
-    new_score = tl.sum(q_lo * k_new_lo.to(tl.float32), axis=0)
     q_rows_lo = tl.broadcast_to(q_lo.to(k_lo.dtype)[None, None, :], [WARPS, 16, D_LO])
     acc_lo = tl.zeros([WARPS, 16, D_LO], tl.float32)
     acc_hi = acc_lo
     if D_HI:
-        new_score += tl.sum(q_hi * k_new_hi.to(tl.float32), axis=0)
         q_rows_hi = tl.broadcast_to(q_hi.to(k_lo.dtype)[None, None, :], [WARPS, 16, D_HI])
         acc_hi = tl.zeros([WARPS, 16, D_HI], tl.float32)
     scale_log2e = scale * LOG2_E
-    new_score *= scale_log2e
 
     warp_max = tl.full([WARPS, 16], LOWEST, tl.float32)
     warp_sum = tl.zeros([WARPS, 16], tl.float32)
@@ -541,51 +547,56 @@ def _rope_attention_kernel(
                 k_ptr, v_ptr, tile + BLOCK_T, end, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS, DIRECT
             )  # fmt: skip
 
-    # Eight of the equal rows leave the loop, which moves nothing between threads; the first is stored.
-    ROWS: tl.constexpr = 8
+    # Only now: this sum passes between warps, which the products need not wait for.
+    new_score = tl.sum(q_lo * k_new_lo.to(tl.float32), axis=0)
+    if D_HI:
+        new_score += tl.sum(q_hi * k_new_hi.to(tl.float32), axis=0)
+    new_score *= scale_log2e
     warp_max = tl.reshape(_first_rows(warp_max[:, :, None], ROWS), [WARPS, ROWS])
     warp_sum = tl.reshape(_first_rows(warp_sum[:, :, None], ROWS), [WARPS, ROWS])
+    acc_lo = _spread(_first_rows(acc_lo, ROWS), ROWS)
+    acc_hi = _spread(_first_rows(acc_hi, ROWS), ROWS) if D_HI else acc_lo
     # An active chunk holds a past key or the new one, so that the sum is not 0.
-    running_max = tl.maximum(_over_warps(warp_max, True), tl.where(owns_new, new_score, LOWEST))
-    rescale = tl.exp2(warp_max - running_max[None, :])
+    least = tl.where(owns_new, new_score, LOWEST)
+    running_max, running_sum, acc_lo, acc_hi = _merge_warps(warp_max, warp_sum, acc_lo, acc_hi, least, D_HI)
     new_weight = tl.where(owns_new, tl.exp2(new_score - running_max), 0.0)
-    running_sum = _over_warps(warp_sum * rescale, False) + new_weight
-    acc_lo = _sum_accumulators(acc_lo, rescale, ROWS) + new_weight[:, None] * v_new_lo.to(tl.float32)[None, :]
+    running_sum += new_weight
+    acc_lo += new_weight[:, None] * v_new_lo.to(tl.float32)
     if D_HI:
-        acc_hi = _sum_accumulators(acc_hi, rescale, ROWS) + new_weight[:, None] * v_new_hi.to(tl.float32)[None, :]
+        acc_hi += new_weight[:, None] * v_new_hi.to(tl.float32)
 
+    out_ptr += head * D
+    kind = out_ptr.dtype.element_ty
     if active == 1:
-        _store_first_row(out_ptr + head * D, acc_lo / running_sum[:, None], v_dims_lo, D)
+        tl.store(out_ptr + v_dims_lo, (acc_lo / running_sum[:, None]).to(kind), mask=v_dims_lo < D)
         if D_HI:
-            _store_first_row(out_ptr + head * D, acc_hi / running_sum[:, None], v_dims_hi, D)
+            tl.store(out_ptr + v_dims_hi, (acc_hi / running_sum[:, None]).to(kind), mask=v_dims_hi < D)
         return
-    row = head * SPLITS + split
-    _store_first_row(partial_ptr + row * D_PAD, acc_lo, v_dims_lo, D)
+    # Partial results stay in V's places, which the threads have side by side.
+    row = partial_ptr + (head * SPLITS + split) * (D_PAD + STATE_WIDTH)
+    tl.store(row + places_lo, acc_lo, mask=kept_lo)
     if D_HI:
-        _store_first_row(partial_ptr + row * D_PAD, acc_hi, v_dims_hi, D)
-    rows = tl.arange(0, ROWS)
-    tl.store(state_ptr + row * 2 + 0 * rows, running_max, mask=rows == 0)
-    tl.store(state_ptr + row * 2 + 1 + 0 * rows, running_sum, mask=rows == 0)
+        tl.store(row + D_LO + places_hi, acc_hi, mask=kept_hi)
+    copy = tl.arange(0, ROWS)
+    _store_state(row + 0 * copy, copy == 0, running_max, running_sum, D_PAD, places_lo.shape[1])
     # The atomic is issued by one thread: without the barrier it would not order the other threads' stores.
     tl.debug_barrier()
     arrived = tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu")
     if arrived == active - 1:
-        splits = tl.arange(0, SPLITS)
-        offs_d = tl.arange(0, D_PAD)
-        state_ptrs = state_ptr + (head * SPLITS + splits) * 2
-        # .cg: from L2, where the other programs' stores are.
-        maxima = tl.load(state_ptrs, mask=splits < active, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(state_ptrs + 1, mask=splits < active, other=0.0, cache_modifier=".cg")
-        partials = tl.load(
-            partial_ptr + (head * SPLITS + splits)[:, None] * D_PAD + offs_d[None, :],
-            mask=(splits < active)[:, None] & (offs_d < D)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        weights = tl.exp2(maxima - tl.max(maxima, axis=0))
-        total = tl.sum(weights * sums, axis=0)
-        acc = tl.sum(weights[:, None] * partials, axis=0)
-        tl.store(out_ptr + head * D + offs_d, (acc / total).to(out_ptr.dtype.element_ty), mask=offs_d < D)
+        rows, masks = (), ()
+        for i in tl.static_range(SPLITS):
+            rows += (partial_ptr + (head * SPLITS + i + tl.arange(0, 1)) * (D_PAD + STATE_WIDTH),)
+            masks += (i + tl.arange(0, 1) < active,)
+        _, total, acc = _merge_partials(
+            rows, masks, tl.full([1], LOWEST, tl.float32), tl.zeros([1], tl.float32), tl.zeros([1, D_PAD], tl.float32),
+            D_LO + D_HI, D_PAD,
+        )  # fmt: skip
+        places = tl.arange(0, D_PAD)[None, :]
+        dims = _v_dims(places, 0, D_LO, DIRECT)
+        if D_HI:
+            dims = tl.where(places < D_LO, dims, _v_dims(places - D_LO, D_LO, D_HI, DIRECT))
+        mask = (places < D_LO + D_HI) & (dims < D)
+        tl.store(out_ptr + dims, (acc / total[:, None]).to(kind), mask=mask)
         tl.store(arrived_ptr + head, 0)
 
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 import triton
 
+from kernels.decode_attention_triton import STATE_WIDTH
 from kernels.decode_attention_wrapper import split_head_dim
-from kernels.device import check_launchable, device_info, launch_options, prefer_carveout, stride_unit
+from kernels.device import check_launchable, device_info, launch_options, pow2_floor, prefer_carveout, stride_unit
 from kernels.fused_decode_triton import EMPTY_KEY, _embed_kernel, _matvec_kernel, _rope_attention_kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -47,10 +48,9 @@ class AttentionConfig(NamedTuple):
 
 
 class AttentionWorkspace(NamedTuple):
-    """Scratch of rope_attention, shared by all layers of a chain: partial sums, softmax states, arrival counters."""
+    """Scratch of rope_attention, shared by all layers of a chain: partial results, arrival counters."""
 
     partial: torch.Tensor
-    state: torch.Tensor
     arrived: torch.Tensor
     config: AttentionConfig
 
@@ -90,10 +90,6 @@ def greedy_choice(token, history, lengths):
     return GreedyChoice(best, torch.zeros_like(best, dtype=torch.int32), token, history, lengths)
 
 
-def _pow2_floor(n):
-    return 1 << (n.bit_length() - 1)
-
-
 def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=False):
     """MatvecConfig for a weight [n, k] (gated: two rows per output). The fastest found on one H200, 2026-11.
 
@@ -118,7 +114,7 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=Fa
     small = not gated and n * row_bytes <= 20 << 20
     num_warps = 16 if long_rows else 4
     thread_bytes = (128 if pdl else 64) if long_rows else (384 if pdl else 192) if small else 96
-    rows = _pow2_floor(max(1, num_warps * 32 * thread_bytes // row_bytes))
+    rows = pow2_floor(max(1, num_warps * 32 * thread_bytes // row_bytes))
     rows = min(rows, 32, triton.next_power_of_2(n))
     block_k = min(triton.next_power_of_2(k), num_warps * 256 * 2 // itemsize)
     tiles = triton.cdiv(n, rows)
@@ -163,10 +159,10 @@ def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, te
     elements = (64 if wide else 96) if direct else 4 * itemsize
 
     def tile(num_warps, keys):
-        return min(_pow2_floor(max(16, num_warps * 32 * elements // elements_per_dim)), num_warps * keys)
+        return min(pow2_floor(max(16, num_warps * 32 * elements // elements_per_dim)), num_warps * keys)
 
     num_warps, block_t = 8, tile(8, 16)
-    splits = _pow2_floor(max(1, sm_count // num_heads))
+    splits = pow2_floor(max(1, sm_count // num_heads))
     if max_seq_len > splits * block_t:
         if direct and not wide:
             num_warps = 4
@@ -176,6 +172,10 @@ def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, te
     return AttentionConfig(splits, block_t, num_warps)
 
 
+def _partial_shape(num_heads, head_dim, config):
+    return num_heads, config.splits, triton.next_power_of_2(head_dim) + STATE_WIDTH.value
+
+
 def attention_workspace(num_heads, head_dim, max_seq_len, dtype, device, config=None):
     """AttentionWorkspace for one sequence of up to ``max_seq_len`` positions."""
     if config is None:
@@ -183,10 +183,8 @@ def attention_workspace(num_heads, head_dim, max_seq_len, dtype, device, config=
         config = attention_config(
             num_heads, head_dim, dtype.itemsize, max_seq_len, info.sm_count, tensor_cores=info.capability >= (8, 0)
         )
-    splits, d_pad = config.splits, triton.next_power_of_2(head_dim)
     return AttentionWorkspace(
-        torch.empty(num_heads, splits, d_pad, dtype=torch.float32, device=device),
-        torch.empty(num_heads, splits, 2, dtype=torch.float32, device=device),
+        torch.empty(_partial_shape(num_heads, head_dim, config), dtype=torch.float32, device=device),
         torch.zeros(num_heads, dtype=torch.int32, device=device),
         config,
     )
@@ -305,7 +303,7 @@ def rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, 
             )
     check_launchable(qkv=qkv, k_cache=k_cache, v_cache=v_cache, workspace=workspace.partial)
     config = workspace.config
-    if tuple(workspace.partial.shape) != (Hq, config.splits, triton.next_power_of_2(D)):
+    if tuple(workspace.partial.shape) != _partial_shape(Hq, D, config):
         raise ValueError(f"workspace was made for other sizes than {Hq} heads of head_dim {D}")
     d_lo, d_hi = split_head_dim(D)
     if qkv.dtype == torch.float32 and d_lo > 64 and d_hi == 0:
@@ -316,7 +314,7 @@ def rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, 
     direct = qkv.element_size() == 2 and device_info(qkv.device).capability >= (8, 0) and warps == config.num_warps
     strides = (*k_cache.stride()[:2], *v_cache.stride()[:2])
     _rope_attention_kernel[(Hq, config.splits)](
-        qkv, cos, sin, lengths, k_cache, v_cache, out, workspace.partial, workspace.state, workspace.arrived,
+        qkv, cos, sin, lengths, k_cache, v_cache, out, workspace.partial, workspace.arrived,
         T_max if window is None else window, D**-0.5 if scale is None else scale,
         *strides,
         HQ=Hq, HKV=Hkv, D=D, D_PAD=triton.next_power_of_2(D), D_LO=d_lo, D_HI=d_hi, ROTARY=2 * half,
