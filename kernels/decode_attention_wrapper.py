@@ -358,8 +358,8 @@ def _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence):
     whole_splits = num_programs % items == 0 and items < 2**16 and (B == 1 or not per_sequence)
     splits = num_programs // items if whole_splits else num_programs
     d_pad = triton.next_power_of_2(D)
-    # Partials merged at a time: those that 96 registers of each thread hold.
-    block_s = pow2_floor(96 // (2 + triton.cdiv(block_r * d_pad, 32 * choice.num_warps)))
+    # Partials merged at a time: those that 96 registers of each thread hold, and no more code than that of 16.
+    block_s = min(16, pow2_floor(96 // (2 + triton.cdiv(block_r * d_pad, 32 * choice.num_warps))))
     grid = (splits, items) if whole_splits else (num_programs,)
     return grid, 2 * num_programs * choice.rows, items, {
         "Hq": Hq, "Hkv": Hkv, "D": D, "D_LO": d_lo, "D_HI": d_hi, "D_PAD": d_pad, "ROWS": choice.rows,
