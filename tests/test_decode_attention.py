@@ -660,6 +660,28 @@ for Hq, Hkv, D, dtype, limit in {shapes}:
     )
 
 
+@pytest.mark.parametrize("heads", ((32, 32, 96), (32, 8, 128)), ids=("one row", "group"))
+def test_little_passes_between_threads(heads):
+    """Barriers are latency that every call has. On Hopper q needs none, the merge of partials none but the counter's,
+    and warps meet in two or three exchanges.
+    """
+    run_python(
+        AOT
+        + f"""
+Hq, Hkv, D = {heads}
+q, cache = torch.empty(1, Hq, D, dtype=torch.float16), torch.empty(1, Hkv, 2048, D, dtype=torch.float16)
+with compile_only((9, 0)) as compiled:
+    decode_attention(q, cache, cache, 2048)
+(kernel,) = compiled
+before, after = kernel.ptx.split("mma.sync", 1)[0], kernel.ptx.rsplit("mma.sync", 1)[1]
+merge = after.split("atom.", 1)[1]
+barriers = [part.count("bar.sync") for part in (before, after, merge)]
+assert barriers[0] <= 4 and barriers[1] <= 10 and barriers[2] <= 2, barriers
+""",
+        TRITON_INTERPRET="0",
+    )
+
+
 @pytest.mark.parametrize("num_programs", (None, 0), ids=("split", "single pass"))
 def test_one_compilation_serves_every_length(num_programs, tmp_path):
     """Counted in Triton's own cache folder: 64 consecutive lengths, then powers of two up to 131072, windows too."""
