@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels.device import _launch_next, _wait_for_previous
+from kernels.device import TRITON_VERSION, _launch_next, _wait_for_previous
 
 INTERPRETED = tl.constexpr(kernels.INTERPRETED)
+JOINS = tl.constexpr(TRITON_VERSION >= (3, 4))  # Triton 3.3 finds no layout for the join of what two warps have
 LN_2 = tl.constexpr(0.6931471805599453)
 # Where a running maximum starts in the split kernel: below every score but finite, so that a lane or a split without a
 # key has weight 0 when it is merged, and never -inf - (-inf).
@@ -164,12 +165,18 @@ def _load_pieces(row_ptrs, mask_row, COLUMN: tl.constexpr, WIDTH: tl.constexpr, 
     Where a load has fewer elements than the program has threads, Triton lets each thread load what a product wants of
     it. Larger ones pass through shared memory, and loads of keys behind them in the program wait for that.
     """
-    if WIDTH <= PIECE:
-        return _load_columns(row_ptrs, mask_row, COLUMN, WIDTH, D)
-    else:
-        left = _load_pieces(row_ptrs, mask_row, COLUMN, WIDTH // 2, D, PIECE)
-        right = _load_pieces(row_ptrs, mask_row, COLUMN + WIDTH // 2, WIDTH // 2, D, PIECE)
-        return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [left.shape[0], WIDTH])
+    COLUMNS: tl.constexpr = PIECE if PIECE < WIDTH else WIDTH
+    pieces = ()
+    for i in tl.static_range(WIDTH // COLUMNS):
+        pieces += (_load_columns(row_ptrs, mask_row, COLUMN + i * COLUMNS, COLUMNS, D),)
+    for _ in tl.static_range(4):  # 16 at most
+        if len(pieces) > 1:
+            pairs = ()
+            for i in tl.static_range(len(pieces) // 2):
+                pair = tl.permute(tl.join(pieces[2 * i], pieces[2 * i + 1]), (0, 2, 1))
+                pairs += (tl.reshape(pair, [pair.shape[0], 2 * pair.shape[2]]),)
+            pieces = pairs
+    return pieces[0]
 
 
 @triton.jit
@@ -194,7 +201,7 @@ def _prefetch(rows, BYTES: tl.constexpr):
 @triton.jit
 def _spread_columns(ROWS: tl.constexpr, WIDTH: tl.constexpr, COPIES: tl.constexpr):
     """Which of WIDTH columns _spread leaves where, [ROWS, WIDTH // PARTS], and which rows [ROWS, 1] repeat no other."""
-    PARTS: tl.constexpr = min(COPIES, WIDTH // 8)
+    PARTS: tl.constexpr = COPIES if COPIES < WIDTH // 8 else WIDTH // 8
     copy = (tl.arange(0, ROWS) // (ROWS // COPIES))[:, None]
     return copy % PARTS * (WIDTH // PARTS) + tl.arange(0, WIDTH // PARTS)[None, :], copy < PARTS
 
@@ -222,7 +229,7 @@ def _spread(acc, COPIES: tl.constexpr):
     """[W, ROWS, N // PARTS] of acc [W, ROWS, N], whose rows are COPIES equal sets: set c keeps part c % PARTS of the
     columns. In the layout of a product's result, where a lane has a row's every eighth pair, this moves nothing.
     """
-    PARTS: tl.constexpr = min(COPIES, acc.shape[2] // 8)
+    PARTS: tl.constexpr = COPIES if acc.shape[2] // 8 > COPIES else acc.shape[2] // 8
     if PARTS == 1:
         return acc
     else:
@@ -233,31 +240,41 @@ def _spread(acc, COPIES: tl.constexpr):
 
 
 @triton.jit
-def _unstack(x):
-    """x [..., W] as a tuple of W tensors [...]."""
+def _split_last(x):
+    """x [..., W] as two tensors [..., W // 2]: the even ones and the odd ones."""
     SHAPE: tl.constexpr = x.shape[:-1]
-    COUNT: tl.constexpr = x.shape[len(x.shape) - 1]
-    if COUNT == 1:
-        return (tl.reshape(x, SHAPE),)
-    else:
-        even, odd = tl.split(tl.reshape(x, SHAPE + [COUNT // 2, 2]))  # noqa: RUF005 (kernels have no star)
-        evens, odds, tensors = _unstack(even), _unstack(odd), ()
-        for i in tl.static_range(COUNT // 2):
-            tensors += (evens[i], odds[i])
-        return tensors
+    return tl.split(tl.reshape(x, SHAPE + [x.shape[len(SHAPE)] // 2, 2]))  # noqa: RUF005 (kernels have no star)
+
+
+@triton.jit
+def _unstack(x):
+    """x [..., W], W up to 8, as a tuple of W tensors [...]; those of neighbours are half the tuple apart."""
+    SHAPE: tl.constexpr = x.shape[:-1]
+    tensors = (x,)
+    for _ in tl.static_range(3):
+        if len(tensors) < x.shape[len(SHAPE)]:
+            halves = ()
+            for i in tl.static_range(len(tensors)):
+                even, odd = _split_last(tensors[i])
+                halves += (even, odd)
+            tensors = halves
+    unstacked = ()
+    for i in tl.static_range(len(tensors)):
+        unstacked += (tl.reshape(tensors[i], SHAPE),)
+    return unstacked
 
 
 @triton.jit
 def _weighted_sum(terms, weights):
-    """Of two tuples, in pairs: that loses less than adding one after the other."""
+    """Of two tuples, neighbours (see _unstack) first: in pairs less is lost than one after the other."""
     sums = ()
     for i in tl.static_range(len(terms)):
         sums += (terms[i] * weights[i],)
-    for _ in tl.static_range(3):  # eight warps at most
+    for _ in tl.static_range(3):
         if len(sums) > 1:
             pairs = ()
             for i in tl.static_range(len(sums) // 2):
-                pairs += (sums[2 * i] + sums[2 * i + 1],)
+                pairs += (sums[i] + sums[len(sums) // 2 + i],)
             sums = pairs
     return sums[0]
 
@@ -270,17 +287,20 @@ def _merge_warps(warp_max, warp_sum, acc_lo, acc_hi, least, D_HI: tl.constexpr):
     What all warps have goes to every thread that needs it at once, and is rescaled there: two exchanges through shared
     memory, three with D_HI, each of which costs two barriers. Reductions over W would take a dozen barriers.
     """
-    maxima, sums = (), ()
-    states = _unstack(tl.permute(tl.join(warp_max, warp_sum), (1, 2, 0)))
-    for i in tl.static_range(len(states)):
-        one_max, one_sum = tl.split(states[i])
-        maxima += (one_max,)
-        sums += (one_sum,)
+    if JOINS:
+        maxima, sums = (), ()
+        states = _unstack(tl.permute(tl.join(warp_max, warp_sum), (1, 2, 0)))
+        for i in tl.static_range(len(states)):
+            one_max, one_sum = tl.split(states[i])
+            maxima += (one_max,)
+            sums += (one_sum,)
+    else:
+        maxima, sums = _unstack(tl.permute(warp_max, (1, 0))), _unstack(tl.permute(warp_sum, (1, 0)))
     running_max = tl.maximum(maxima[0], least)
-    for i in tl.static_range(1, len(states)):
+    for i in tl.static_range(1, len(maxima)):
         running_max = tl.maximum(running_max, maxima[i])
     shares, column_shares = (), ()
-    for i in tl.static_range(len(states)):
+    for i in tl.static_range(len(maxima)):
         shares += (tl.exp2(maxima[i] - running_max),)
         column_shares += (shares[i][:, None],)
     acc_lo = _weighted_sum(_unstack(tl.permute(acc_lo, (1, 2, 0))), column_shares)
