@@ -101,7 +101,8 @@ def launch_decode(case, block_t, num_programs=None):
     forced = choice.block_t < block_t
     if forced:
         num_warps = min(8, choice.num_warps * block_t // choice.block_t)
-        choice = choice._replace(block_t=block_t, num_warps=num_warps)
+        q_columns = min(256, choice.q_columns * num_warps // choice.num_warps)
+        choice = choice._replace(block_t=block_t, num_warps=num_warps, q_columns=q_columns)
     decode_attention_with_lse(q, cache, cache, length, choice=choice, num_programs=num_programs)
     return choice.block_t, forced
 

@@ -191,7 +191,7 @@ def _prefetch(rows, BYTES: tl.constexpr):
     """Ask the L2 for the first BYTES of each row (64 at a time); nothing waits for it."""
     STEPS: tl.constexpr = triton.next_power_of_2((BYTES + 63) // 64)
     if not INTERPRETED:
-        steps = tl.minimum(tl.arange(0, STEPS) * 64, BYTES - 64)
+        steps = tl.minimum(tl.arange(0, STEPS) * 64, BYTES - 64 if BYTES > 64 else 0)
         ptrs = tl.expand_dims(rows.to(tl.uint64), -1) + steps
         tl.inline_asm_elementwise(
             "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
@@ -285,7 +285,8 @@ def _merge_warps(warp_max, warp_sum, acc_lo, acc_hi, least, D_HI: tl.constexpr):
     ``least``.
 
     What all warps have goes to every thread that needs it at once, and is rescaled there: two exchanges through shared
-    memory, three with D_HI, each of which costs two barriers. Reductions over W would take a dozen barriers.
+    memory, three with D_HI (and one more with Triton 3.3), each of which costs two barriers. Reductions over W would
+    take a dozen barriers.
     """
     if JOINS:
         maxima, sums = (), ()

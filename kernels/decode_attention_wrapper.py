@@ -81,8 +81,8 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         64, 4, 3, 16                                                    7.88          13.58  36.43  125.0
         64, 4, 4, 16, turn, TMA                                                       13.56  36.17  124.5
 
-    That was before the merges of 2026-11-30, with which the choices take 0.3 to 0.9 less: 32 heads of 96 at 512, 2048,
-    8192 and 32768 positions 5.3, 10.0, 28.4 and 93.3, 32 over 8 heads of 128 4.1, 6.6, 12.3 and 34.8.
+    That was before the merges of 2026-11-30, since which step 4 (results/nvidia-h200/compare_decode_latency.json) takes
+    up to 11 % less, but 6 % more at 256 positions of 32 heads.
 
     Without PDL 32 heads of 96 take 0.5 more at 2048 positions. More or other splits, deeper pipelines and larger tiles
     for groups, and what tensor descriptors and an early launch cost elsewhere, are in benchmarks/LOG.md.
@@ -95,7 +95,7 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     # Where they gain: for groups and shorter caches pointers are as fast or faster, and batches were not measured.
     tma = tma and tensor_cores and batch == 1 and group_size == 1 and head_dim <= 128 and long
     programs_per_sm = 2 if group_size == 1 and not tma else 1
-    # So few keys are walked sooner than results of splits are merged.
+    # So few keys were walked sooner than results of splits were merged, while a merge took longer than it does now.
     short = max_len <= 256 and group_size == 1
     if tma:
         keys = 2 * min(block_t, 64)  # no registers go to addresses

@@ -583,14 +583,17 @@ def _rope_attention_kernel(
     tl.debug_barrier()
     arrived = tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu")
     if arrived == active - 1:
-        rows, masks = (), ()
-        for i in tl.static_range(SPLITS):
-            rows += (partial_ptr + (head * SPLITS + i + tl.arange(0, 1)) * (D_PAD + STATE_WIDTH),)
-            masks += (i + tl.arange(0, 1) < active,)
-        _, total, acc = _merge_partials(
-            rows, masks, tl.full([1], LOWEST, tl.float32), tl.zeros([1], tl.float32), tl.zeros([1, D_PAD], tl.float32),
-            D_LO + D_HI, D_PAD,
-        )  # fmt: skip
+        total_max = tl.full([1], LOWEST, tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, D_PAD], tl.float32)
+        BLOCK_S: tl.constexpr = SPLITS if SPLITS < 16 else 16  # more only take long to compile
+        for start_split in range(0, SPLITS, BLOCK_S):
+            rows, masks = (), ()
+            for i in tl.static_range(BLOCK_S):
+                one = start_split + i + tl.arange(0, 1)
+                rows += (partial_ptr + (head * SPLITS + one) * (D_PAD + STATE_WIDTH),)
+                masks += (one < active,)
+            total_max, total, acc = _merge_partials(rows, masks, total_max, total, acc, D_LO + D_HI, D_PAD)
         places = tl.arange(0, D_PAD)[None, :]
         dims = _v_dims(places, 0, D_LO, DIRECT)
         if D_HI:

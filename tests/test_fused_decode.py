@@ -169,6 +169,12 @@ def test_rope_attention_by_its_own_choice_matches_reference(T_max, position, D, 
     check_rope_attention("own choice", 6, 3, D, T_max, position, None, None, None, dtype, device)
 
 
+@pytest.mark.parametrize("position", [17 * 16, 32 * 16], ids=["18 of 32", "32 of 32"])
+def test_more_splits_than_are_merged_at_once(position, device):
+    config = AttentionConfig(32, 16, 1)
+    check_rope_attention("many splits", 1, 1, 16, 520, position, None, None, config, torch.float32, device)
+
+
 def check_rope_attention(what, Hq, Hkv, D, T_max, position, window, rotary, config, dtype, device):
     qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(Hq, Hkv, D, T_max, position, dtype, device, rotary)
     native, _, _ = attention_step(qkv, cos, sin, k_cache, v_cache, position, Hq, window)
