@@ -332,15 +332,14 @@ def _attend(
     q_lo, q_hi, k_ptr, v_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, batch, kv_head,
     start, stop, step, zero, scale_log2e, stride_kt, stride_vt,
     D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, BLOCK_H: tl.constexpr, OUT_ROWS: tl.constexpr,
-    COPIES: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles of one KV head that begin at start, start + step, ..., as far as position stop.
 
     q [R, D_LO] and [R, D_HI]: column ranges that are powers of two, so that 96 is 64 + 32 and no lane idles (D_HI 0:
     the second repeats the first). A product takes BLOCK_H rows, so each is there BLOCK_H // R times, and OUT_ROWS come
     out. Return the softmax state: the maximum and the sum [OUT_ROWS], and the accumulators of both column ranges as
-    _spread leaves them, OUT_ROWS rows of which COPIES are equal.
+    _spread leaves them, OUT_ROWS rows of which OUT_ROWS // R are equal.
 
     Of each tile a warp takes BLOCK_T // WARPS keys and keeps a softmax state of its own, as if it were a split. A
     batched product, one matrix per warp, says so: nothing in the loop crosses warps, which are merged once, at the end.
@@ -411,8 +410,8 @@ def _attend(
         warp_sum = tl.reshape(_first_rows(warp_sum[:, :, None], OUT_ROWS), [WARPS, OUT_ROWS])
         acc_lo = _first_rows(acc_lo, OUT_ROWS)
         acc_hi = _first_rows(acc_hi, OUT_ROWS) if D_HI else acc_lo
-    acc_lo = _spread(acc_lo, COPIES)
-    acc_hi = _spread(acc_hi, COPIES) if D_HI else acc_lo
+    acc_lo = _spread(acc_lo, OUT_ROWS // R)
+    acc_hi = _spread(acc_hi, OUT_ROWS // R) if D_HI else acc_lo
     return _merge_warps(warp_max, warp_sum, acc_lo, acc_hi, LOWEST, D_HI)
 
 
@@ -537,7 +536,6 @@ def _attend_piece(
         ahead = tl.minimum(start + tl.arange(0, BLOCK_T), tl.maximum(stop - 1, 0)).to(tl.int64)
         _prefetch(k_head_ptr + ahead * stride_kt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
         _prefetch(v_head_ptr + ahead * stride_vt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    COPIES: tl.constexpr = OUT_ROWS // BLOCK_R
     offs_r = tl.arange(0, BLOCK_R) + zero
     mask_r = (offs_r < ROWS) & (head_block * ROWS + offs_r < GROUP)
     q_rows = q_ptr + wide_batch * stride_qb + (kv_head * GROUP + head_block * ROWS + offs_r) * stride_qh
@@ -545,12 +543,13 @@ def _attend_piece(
     q_hi = _load_pieces(q_rows, mask_r, D_LO, D_HI, D, Q_COLUMNS) if D_HI else q_lo
     running_max, running_sum, acc_lo, acc_hi = _attend(
         q_lo, q_hi, k_head_ptr, v_head_ptr, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc, batch, item // HEAD_BLOCKS,
-        start, stop, step, zero, scale_log2e, stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, COPIES, BLOCK_T,
-        WARPS, WIDE_OFFSETS, NUM_STAGES,
+        start, stop, step, zero, scale_log2e, stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS,
+        WIDE_OFFSETS, NUM_STAGES,
     )  # fmt: skip
     # All that is left is the merge. Where this would crowd the next programs, EARLY is off (choose_launch).
     _launch_next(EARLY)
 
+    COPIES: tl.constexpr = OUT_ROWS // BLOCK_R
     offs_o = tl.arange(0, OUT_ROWS) + zero
     offs_h = offs_o % BLOCK_R
     mask_h = (offs_h < ROWS) & (head_block * ROWS + offs_h < GROUP)

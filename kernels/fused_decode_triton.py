@@ -325,8 +325,8 @@ def _load_new(
 # 16 bytes of one key, and with dims in their own order a run is not what the lane that reads it needs. But a score may
 # sum its dims in any order, and the outputs may come in any. So the eight dims of a run are given the places of one
 # lane: four pairs of rows of K, or one column of eight products with V. q and the new key follow K's order, the outputs
-# and the new value V's; in memory every dim stays where it is. Without tensor cores, or where warps share keys, a dim's
-# place is its own number.
+# and the new value V's; in memory every dim stays where it is, but for partial results. Without tensor cores, or where
+# warps share keys, a dim's place is its own number.
 
 
 @triton.jit

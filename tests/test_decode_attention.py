@@ -629,8 +629,8 @@ COMMON = (
     (32, 8, 128, torch.float16, 0),
 )
 RARE = (
-    (16, 4, 256, torch.float16, 16),
-    (8, 8, 256, torch.float16, 16),
+    (16, 4, 256, torch.float16, 8),
+    (8, 8, 256, torch.float16, 8),
     (8, 8, 200, torch.float16, 0),
     (33, 1, 256, torch.float16, 16),
     (71, 1, 64, torch.float16, 32),
