@@ -298,7 +298,12 @@ def main():
     parser = cli.parser(__doc__, "DTYPE", "SEED", "RESULTS_DIR")
     common.add_model_argument(parser)
     common.add_numbers_argument(parser, "--contexts", CONTEXTS, "prompt lengths")
-    parser.add_argument("--new-tokens", type=cli.count, default=24, help="tokens per run")
+    parser.add_argument(
+        "--new-tokens",
+        type=cli.count,
+        default=48,
+        help="tokens per run (the first are decoded on a GPU hot from prefill)",
+    )
     parser.add_argument("--rounds", type=cli.count, default=5, help="timed runs of each rung")
     parser.add_argument("--profile-steps", type=cli.count, default=4, help="decode steps in the trace of each rung")
     common.add_numbers_argument(parser, "--static-contexts", [128], "contexts at which rung 0s is compiled")

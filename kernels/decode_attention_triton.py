@@ -518,7 +518,7 @@ def _attend_piece(
     D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr, OUT_ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     ONE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
-    Q_COLUMNS: tl.constexpr, PREFETCH: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
+    Q_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles at start, start + step, ... of one item, as far as position stop.
 
@@ -531,11 +531,10 @@ def _attend_piece(
     head_block = item % HEAD_BLOCKS
     k_head_ptr = k_ptr + wide_batch * stride_kb + kv_head * stride_kh
     v_head_ptr = v_ptr + wide_batch * stride_vb + kv_head * stride_vh
-    if PREFETCH:
-        # Before anything else: the addresses of q and of the tiles' own loads take a while to compute.
-        ahead = tl.minimum(start + tl.arange(0, BLOCK_T), tl.maximum(stop - 1, 0)).to(tl.int64)
-        _prefetch(k_head_ptr + ahead * stride_kt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        _prefetch(v_head_ptr + ahead * stride_vt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    # Before anything else: the addresses of q and of the tiles' own loads take a while to compute.
+    ahead = tl.minimum(start + tl.arange(0, BLOCK_T), tl.maximum(stop - 1, 0)).to(tl.int64)
+    _prefetch(k_head_ptr + ahead * stride_kt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    _prefetch(v_head_ptr + ahead * stride_vt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
     offs_r = tl.arange(0, BLOCK_R) + zero
     mask_r = (offs_r < ROWS) & (head_block * ROWS + offs_r < GROUP)
     q_rows = q_ptr + wide_batch * stride_qb + (kv_head * GROUP + head_block * ROWS + offs_r) * stride_qh
@@ -628,7 +627,6 @@ def _decode_attention_split_kernel(
     MIN_TILES: tl.constexpr,
     FEW_SPLITS: tl.constexpr,
     Q_COLUMNS: tl.constexpr,
-    PREFETCH: tl.constexpr,
     SPLITS_PER_ITEM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     B_PAD: tl.constexpr,
@@ -687,7 +685,7 @@ def _decode_attention_split_kernel(
             0, splits - 1, 0, 0,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
-            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, PREFETCH, NUM_STAGES, EARLY,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, EARLY,
         )  # fmt: skip
         return
 
@@ -743,6 +741,6 @@ def _decode_attention_split_kernel(
             first_program, last_program, first_slot, zero,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
-            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, PREFETCH, NUM_STAGES, False,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, False,
         )  # fmt: skip
         tile = piece_end

@@ -30,22 +30,20 @@ class DecodeLaunch(NamedTuple):
     """Launch choices. rows: query heads of one program; block_t: key positions per tile; programs_per_sm: programs of
     the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program, from the
     few_splits-th split of an item on; interleaved: whole splits take tiles in turn, not a run of them; tma: tiles by
-    tensor descriptor (see tma_fits); q_columns: columns of q per load (see _load_pieces); prefetch: whether a program
-    asks the L2 for its first tile before all else; pdl: programmatic dependent launch; early: whether whole splits let
-    the next launch's programs come as soon as they have read their keys.
+    tensor descriptor (see tma_fits); q_columns: columns of q per load (see _load_pieces); pdl: programmatic dependent
+    launch; early: whether whole splits let the next launch's programs come as soon as they have read their keys.
     """
 
     rows: int
     block_t: int
     num_warps: int
     num_stages: int
-    programs_per_sm: int
+    programs_per_sm: float
     min_tiles: int
     few_splits: int
     interleaved: bool
     tma: bool
     q_columns: int
-    prefetch: bool
     pdl: bool
     early: bool
 
@@ -57,84 +55,100 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     max_len: the most positions that a sequence can have (T_max: one cache, one compilation). block_t: the largest tile
     wanted through pointers (config.BLOCK_T); tensor descriptors take twice as much. tma: whether these may be used.
 
-    Measured on NVIDIA H200s, 2026-11-29 and 30, float16, batch 1, PDL, microseconds per call with cold caches (keys per
-    tile, warps, stages, splits per head; "turn": a split takes tiles in turn, else a run of them; "early"; "TMA"):
+    Measured on NVIDIA H200s, 2026-11-30, float16, batch 1, PDL, microseconds per call with cold caches (keys per tile,
+    warps, stages, splits per head; "turn": a split takes tiles in turn, else a run of them; "early"; "TMA"). Lines of
+    several machines, which differ by up to 3 %:
 
-        32 heads of 96 (Phi-3 Mini)       T = 128  512    2048   4096   8192   16384  32768  131072
-        64, 4, 3, 1, early                3.55
-        64, 4, 3, 1                       3.67
-        32, 2, 4, 8, early                         5.69   11.5
-        32, 2, 4, 8, turn, early                   5.70
-        32, 2, 4, 8                                5.85   10.43  17.10  28.93  53.8   105.4
-        32, 2, 4, 8, turn                          5.81   10.32  17.39  30.43         104.3
-        64, 4, 4, 8                                       11.81         29.67  53.90  99.53  371.7
-        64, 4, 4, 8, turn                                                      53.63  100.83 387
-        64, 4, 4, 8, TMA                                  11.68  18.08  29.34  52.16  97.29  361.3
-        128, 8, 4, 4, early, TMA                                        29.06  51.1   96.11  359.7
+        32 heads of 96 (Phi-3 Mini)       T = 128  256    512    1024   2048   4096   8192   16384  32768  131072
+        64, 4, 3, 1, early                3.03   4.58
+        32, 2, 4, turn, early             3.69(2) 4.20(4)
+        64, 4, 3, turn, early                      4.66(4) 5.54(4)
+        32, 2, 4, 8, turn, early                          5.40
+        32, 2, 4, 8, turn                                 5.59   6.95   9.98   16.54  28.3
+        32, 2, 4, 7, turn, early                                 7.14   9.84   16.2   27.6
+        32, 2, 4, 7, early                                              9.68   16.2   27.5
+        64, 4, 3, 7, early, TMA                                                       28.0
+        64, 4, 4, 7, early, TMA                                                       29.0   52.4
+        128, 8, 4, 4, early, TMA                                                      29.1   51.4   95.2   359.7
 
-        32 heads over 8 KV heads of 128   T = 128  256    512    1024   2048   4096   8192   32768  131072
-        64, 4, 3, 8, turn (256: 4)                        4.88   5.81   7.25   10.13  16.1
-        64, 4, 3, 8, turn, early          3.81(2) 3.92(4) 4.36   5.36   6.75   9.81
-        64, 4, 3, 1                       3.86    5.2
-        32, 2, 4, 8                                       5.32          8.5
-        64, 4, 3, 16, turn                                              7.79   9.51   13.19  35.89  122.8
-        64, 4, 3, 16                                                    7.88          13.58  36.43  125.0
-        64, 4, 4, 16, turn, TMA                                                       13.56  36.17  124.5
+        32 heads over 8 KV heads of 128   T = 128  256    512    1024   2048   4096   8192   16384  32768  131072
+        64, 4, 3, 8, turn, early          3.66(2) 3.83(4) 4.15   5.13   6.65
+        64, 4, 3, 16, turn                                              7.79   8.60   12.44  20.8   35.0   123.4
+        32, 4, 4, 8, turn, early          3.21(4) 3.46   4.00    5.09
+        32, 4, 4, 11, turn, early                        4.40(12) 5.29  6.43
+        32, 4, 4, 16, turn                                              6.56   8.42   12.42  20.6   35.7
+        32, 4, 5, 16, turn                                                            12.34  20.1   34.6   122.2
+        64, 8, 3, 16, turn                                              7.43(11) 9.74 13.3   21.8   36.5
 
-    That was before the merges of 2026-11-30, since which step 4 (results/nvidia-h200/compare_decode_latency.json) takes
-    up to 11 % less, but 6 % more at 256 positions of 32 heads.
-
-    Without PDL 32 heads of 96 take 0.5 more at 2048 positions. More or other splits, deeper pipelines and larger tiles
-    for groups, and what tensor descriptors and an early launch cost elsewhere, are in benchmarks/LOG.md.
+    Without PDL 32 heads of 96 take 0.5 more at 2048 positions. Other splits, pipelines, groups and head_dims, and what
+    tensor descriptors and an early launch cost elsewhere, are in benchmarks/LOG.md.
     """
     # A program's rows are its accumulator, which must not spill: an MQA model with many heads takes several programs.
     tensor_cores = dtype_bytes == 2 and device.capability >= (8, 0)
     rows = triton.cdiv(group_size, triton.cdiv(group_size, 32 if tensor_cores and head_dim <= 128 else 16))
+    columns = sum(split_head_dim(head_dim))
+    single, small_group = group_size == 1, group_size > 1 and rows <= 4
     keys_per_sm = batch * num_kv_heads * max_len // device.sm_count
-    long = keys_per_sm > 2048
+    # Programs walk so far that the bytes on their way from memory matter more than what starts and ends them.
+    far = keys_per_sm > 400
     # Where they gain: for groups and shorter caches pointers are as fast or faster, and batches were not measured.
-    tma = tma and tensor_cores and batch == 1 and group_size == 1 and head_dim <= 128 and long
-    programs_per_sm = 2 if group_size == 1 and not tma else 1
-    # So few keys were walked sooner than results of splits were merged, while a merge took longer than it does now.
-    short = max_len <= 256 and group_size == 1
+    tma = tma and tensor_cores and batch == 1 and single and head_dim <= 128 and keys_per_sm > 2048
+    pdl = pdl_supported(device)
+    # An eighth of the places is left to the next launch's programs. The same: only batch 1 was measured.
+    roomy = pdl and tensor_cores and batch == 1 and single and far and keys_per_sm <= 2048
+    programs_per_sm = 1 if tma or not single else 1.75 if roomy else 2
+    # So few keys are walked sooner than the results of splits are merged.
+    short = max_len <= 128 and single
     if tma:
         keys = 2 * min(block_t, 64)  # no registers go to addresses
         num_warps = keys // 16
     elif tensor_cores:
-        # Small programs start soonest; large ones keep more bytes on their way from memory, but with more than 16 rows
-        # they spill on some GPUs.
-        keys = 64 if short or long or 1 < rows <= 16 else 32
-        # A warp has 16 keys, and q and the accumulator as a whole. Where those are large four warps share them.
-        wide = max(16, triton.next_power_of_2(rows)) * head_dim > 2048
-        keys = min(keys // 2 if wide else keys, block_t)
-        num_warps = keys // 16 * (4 if wide else 1)
+        # A warp has 16 keys, and q and the accumulator as a whole. Where those are large two or four warps share them.
+        size = max(16, triton.next_power_of_2(rows)) * head_dim
+        sharing = 4 if size > 2048 else 2 if columns == 128 and not single else 1
+        # Small programs start soonest; large ones keep more bytes on their way, but with many rows they spill on some
+        # GPUs, and their merges take long.
+        if single:
+            large = short or keys_per_sm > 2048
+        elif sharing == 2:
+            large = rows > 4 and far and device.sm_count // (batch * num_kv_heads) <= 16  # few splits to merge
+        else:
+            large = rows <= 16
+        keys = min((64 if large else 32) // (2 if sharing == 4 else 1), block_t)
+        num_warps = keys // 16 * sharing
     else:
         # Without tensor cores (fp32, and all on Turing) a product holds whole rows of both factors in registers: those
         # of 8 warps are enough at head_dim 128, not at 256.
         keys = min(max(16, triton.next_power_of_2(2048 // head_dim + 1) // 2), 64, block_t)
         num_warps = 8
     # Triton keeps num_stages - 1 tiles of K and of V in shared memory, and one more without tensor cores.
-    tiles = device.shared_memory // (programs_per_sm * 2 * keys * sum(split_head_dim(head_dim)) * dtype_bytes)
-    most_stages = 2 if device.capability < (8, 0) else 3 if short or (keys == 64 and group_size > 1) else 4
+    tile_bytes = 2 * keys * columns * dtype_bytes
+    tiles = device.shared_memory // (math.ceil(programs_per_sm) * tile_bytes)
+    if device.capability < (8, 0):
+        most_stages = 2
+    elif short or (not single and tile_bytes > 4096 * num_warps):
+        most_stages = 3
+    else:
+        most_stages = 5 if small_group and far else 4
     num_stages = max(2, min(most_stages, tiles + 1 if tensor_cores else tiles))
     # Up to eight splits of a group cost little more to merge than two.
-    min_tiles, few_splits = (256 // keys, 1) if short else (2, 1) if group_size == 1 else (4, 8)
+    if single:
+        min_tiles, few_splits = 256 // keys if short else 2, 1
+    else:
+        min_tiles, few_splits = 4 if keys == 64 else 6 if small_group else 8, 8
     # Half as many elements of q per load as threads. Of many rows, or wide ones, q would take the registers of keys.
     q_columns = 16 * num_warps // triton.next_power_of_2(rows)
-    if q_columns < 8 or head_dim > 128 or (group_size > 1 and device.capability < (9, 0)):
+    if q_columns < 8 or head_dim > 128 or (not single and device.capability < (9, 0)):
         q_columns = 256
-    pdl = pdl_supported(device)
     return DecodeLaunch(
         rows, keys, num_warps, num_stages, programs_per_sm, min_tiles, few_splits,
-        interleaved=group_size > 1 or keys_per_sm <= 512,
+        interleaved=not (single and far),
         tma=tma,
         q_columns=q_columns,
-        # More instructions than they save where a program has one row.
-        prefetch=group_size > 1,
         pdl=pdl,
         # The next launch's programs take the places that come free first, several on one multiprocessor and none on
-        # another: a loss unless there are few of them, or one fills a multiprocessor.
-        early=pdl and (tma or keys_per_sm <= 160),
+        # another: a loss unless there is room for them, or one fills a multiprocessor.
+        early=pdl and (tma or roomy or keys_per_sm <= 160),
     )  # fmt: skip
 
 
@@ -157,7 +171,7 @@ def choose_num_programs(choice, batch, num_kv_heads, group_size, max_len, sm_cou
     in 264 (NVIDIA H200, 2026-11-29).
     """
     items = batch * num_kv_heads * triton.cdiv(group_size, choice.rows)
-    wave = sm_count * choice.programs_per_sm
+    wave = int(sm_count * choice.programs_per_sm)
     tiles = max(1, triton.cdiv(max_len, choice.block_t))
     most = max(triton.cdiv(tiles, choice.min_tiles), min(tiles, choice.few_splits))
     if items * most <= wave:
@@ -373,7 +387,7 @@ def _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence):
         # A product takes at least 16 keys per warp.
         "WARPS": min(choice.num_warps, choice.block_t // 16),
         "MIN_TILES": choice.min_tiles, "FEW_SPLITS": choice.few_splits,
-        "Q_COLUMNS": choice.q_columns, "PREFETCH": choice.prefetch,
+        "Q_COLUMNS": choice.q_columns,
         "SPLITS_PER_ITEM": whole_splits, "INTERLEAVED": choice.interleaved,
         "B_PAD": triton.next_power_of_2(B), "PER_SEQUENCE": per_sequence,
         "NUM_STAGES": choice.num_stages, "EARLY": choice.early, "PDL": choice.pdl,

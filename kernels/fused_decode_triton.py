@@ -456,10 +456,10 @@ def _rope_attention_kernel(
 ):
     """One program = (query head, split): RoPE, attention over its share of the past, and the new token in the last.
 
-    The past is cut into at most SPLITS chunks of whole tiles, as few as cover it, so one launch serves every length
-    and a short context has no reduction at all. With more than one chunk, the program that arrives last adds them up,
-    always in the order of the chunks: the same bits every time. The first query head of a group writes the group's new
-    K/V row; all of them take it from qkv, so nobody reads what is being written.
+    The splits take the past's tiles in turn, and those that would get none do not take part, so one launch serves every
+    length and a short context has no reduction at all. With more than one split, the program that arrives last adds
+    them up, always in their order: the same bits every time. The first query head of a group writes the group's new K/V
+    row; all of them take it from qkv, so nobody reads what is being written.
 
     Within a tile each warp has keys and a softmax state of its own, as decode_attention_triton.py's ``_attend`` has
     them and for its reasons: warps meet once, at the end. The query is one row of a product's 16, the others repeat it.
@@ -472,19 +472,18 @@ def _rope_attention_kernel(
     kv_head = head // (HQ // HKV)
     position = tl.load(lengths_ptr)
     first = tl.maximum(position + 1 - window, 0)
-    chunk = tl.cdiv(tl.maximum(tl.cdiv(position - first, SPLITS), 1), BLOCK_T) * BLOCK_T
-    active = tl.maximum(tl.cdiv(position - first, chunk), 1)
+    active = tl.maximum(tl.minimum(tl.cdiv(position - first, BLOCK_T), SPLITS), 1)
     if split >= active:
         return
 
-    start = first + split * chunk
-    end = tl.minimum(start + chunk, position)
+    start = first + split * BLOCK_T
+    step = active * BLOCK_T
     KEYS: tl.constexpr = BLOCK_T // WARPS
     offs_t = tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
     k_ptr += kv_head.to(tl.int64) * stride_kh
     v_ptr += kv_head.to(tl.int64) * stride_vh
     k_lo, k_hi, v_lo, v_hi = _load_tile(
-        k_ptr, v_ptr, start, end, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS, DIRECT
+        k_ptr, v_ptr, start, position, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS, DIRECT
     )  # fmt: skip
     ROWS: tl.constexpr = 8  # equal ones that leave a product of 16, see _spread
     k_dims_lo = _k_dims(0, D_LO, DIRECT)
@@ -527,11 +526,11 @@ def _rope_attention_kernel(
 
     warp_max = tl.full([WARPS, 16], LOWEST, tl.float32)
     warp_sum = tl.zeros([WARPS, 16], tl.float32)
-    for tile in range(start, end, BLOCK_T):
+    for tile in range(start, position, step):
         scores = _dot(q_rows_lo, tl.permute(k_lo, (0, 2, 1)))
         if D_HI:
             scores += _dot(q_rows_hi, tl.permute(k_hi, (0, 2, 1)))
-        scores = tl.where((tile + offs_t < end)[:, None, :], scores * scale_log2e, float("-inf"))
+        scores = tl.where((tile + offs_t < position)[:, None, :], scores * scale_log2e, float("-inf"))
         new_max = tl.maximum(warp_max, tl.max(scores, axis=2))
         rescale = tl.exp2(warp_max - new_max)
         weights = tl.exp2(scores - new_max[:, :, None])
@@ -542,9 +541,9 @@ def _rope_attention_kernel(
             acc_hi = _accumulate(acc_hi, rescale[:, :, None], weights, v_hi)
         warp_max = new_max
         # Only now: loads any earlier need a second set of registers, that is, fewer programs per multiprocessor.
-        if tile + BLOCK_T < end:
+        if tile + step < position:
             k_lo, k_hi, v_lo, v_hi = _load_tile(
-                k_ptr, v_ptr, tile + BLOCK_T, end, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS, DIRECT
+                k_ptr, v_ptr, tile + step, position, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS, DIRECT
             )  # fmt: skip
 
     # Only now: this sum passes between warps, which the products need not wait for.
@@ -556,7 +555,7 @@ def _rope_attention_kernel(
     warp_sum = tl.reshape(_first_rows(warp_sum[:, :, None], ROWS), [WARPS, ROWS])
     acc_lo = _spread(_first_rows(acc_lo, ROWS), ROWS)
     acc_hi = _spread(_first_rows(acc_hi, ROWS), ROWS) if D_HI else acc_lo
-    # An active chunk holds a past key or the new one, so that the sum is not 0.
+    # An active split holds a past key or the new one, so that the sum is not 0.
     least = tl.where(owns_new, new_score, LOWEST)
     running_max, running_sum, acc_lo, acc_hi = _merge_warps(warp_max, warp_sum, acc_lo, acc_hi, least, D_HI)
     new_weight = tl.where(owns_new, tl.exp2(new_score - running_max), 0.0)

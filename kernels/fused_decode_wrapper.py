@@ -6,7 +6,6 @@ kernel before it still runs, and waits by itself. The first kernel of a token, `
 reading the past before the wait right (fused_decode_triton.py states the rules).
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -40,7 +39,7 @@ class MatvecConfig(NamedTuple):
 
 
 class AttentionConfig(NamedTuple):
-    """splits: chunks that the past is cut into at most; block_t: positions per tile; num_warps: warps per program."""
+    """splits: programs that share a head's past at most; block_t: positions per tile; num_warps: warps per program."""
 
     splits: int
     block_t: int
@@ -98,8 +97,9 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=Fa
     - QKV: (2, 1024, 4) on 7 programs per multiprocessor 1931, two tiles each 1942, (2, 1024, 4) without loop 1951,
       (4, 1024, 4) without 1955. Gate and up: (1, 1024, 4) on 7 per multiprocessor 1916, two tiles each 1924. Head:
       (2, 1024, 4) on 7 per multiprocessor 1922, without loop 1923. All three: 96 bytes of weights per thread.
-    - O, too small to loop over: (4, 1024, 4) 1922, (8, 1024, 8) 1927; looping 1982. Later (8, 1024, 4) with
-      PDL, 1 less than (4, 1024, 4) at context 128, 4 less at 512.
+    - O, too small to loop over: (4, 1024, 4) 1922, (8, 1024, 8) 1927; looping 1982. Since attention leaves it room to
+      start beside it (2026-11-30), at contexts 128 / 512 / 2048 / 4000: (4, 1024, 4) 1834 / 1872 / 2053 / 2261,
+      (8, 1024, 4) 1839 / 1875 / 2066 / 2266.
     - Down, long rows: (4, 4096, 16) 1927, (4, 2048, 8) 1934, (2, 2048, 8) 1955; looping 1941.
 
     Then with look_ahead, programs that fetch their second tile: QKV none 1922, 264 1889, 528 1886, all 1919; gate and
@@ -113,7 +113,7 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=Fa
     long_rows = row_bytes >= 128 * 128
     small = not gated and n * row_bytes <= 20 << 20
     num_warps = 16 if long_rows else 4
-    thread_bytes = (128 if pdl else 64) if long_rows else (384 if pdl else 192) if small else 96
+    thread_bytes = (128 if pdl else 64) if long_rows else 192 if small else 96
     rows = pow2_floor(max(1, num_warps * 32 * thread_bytes // row_bytes))
     rows = min(rows, 32, triton.next_power_of_2(n))
     block_k = min(triton.next_power_of_2(k), num_warps * 256 * 2 // itemsize)
@@ -133,10 +133,11 @@ def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, te
     """AttentionConfig for a cache of max_seq_len: one launch, captured once, serves every length of it.
 
     A short cache is one of which each program has one tile, on a multiprocessor of its own. It is a matter of latency:
-    eight warps, 16 keys for each. A longer one has eight warps per multiprocessor too, in programs of four with 32 keys
-    for each warp. Always as many keys as their registers hold. tensor_cores: whether the GPU has them for 16 bits. With
-    and without PDL alike, so that both give the same bits. Microseconds per token of Phi-3-mini in float16, all else
-    equal, (splits, block_t, warps), one H200 for each paragraph, 2026-11:
+    eight warps, 16 keys for each. A longer one has six warps per multiprocessor, in programs of four with 32 keys for
+    each warp: eight would fit, but then the O projection's programs find no room to load their weights meanwhile.
+    Always as many keys as their registers hold. tensor_cores: whether the GPU has them for 16 bits. With and without
+    PDL alike, so that both give the same bits. Microseconds per token of Phi-3-mini in float16, all else equal,
+    (splits, block_t, warps), one H200 for each paragraph, 2026-11:
 
     - Context 128, K and V still passing through shared memory: (2, 128, 8) 1871, (2, 128, 4) 1876, (4, 128, 8) 1877,
       (4, 64, 2) 1885, (8, 32, 2) 1895, (4, 64, 4) 1900; (1, 256, 8), too large to start beside the programs before it,
@@ -149,6 +150,11 @@ def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, te
       1896 / 1980 / 2116 / 2321; on another day (8, 128, 4) 1909 / 2006 / 2087 / 2282, (16, 64, 2) - / 2015 / 2100 /
       2292, (16, 64, 4) - / 2002 / 2106 / 2499, (4, 128, 8) 1924 / 2003 / 2125 / 2310, (8, 64, 4) 1961 / 2017 / 2120 /
       2331. Without PDL at 2048: (16, 64, 4) 2327, (16, 64, 2) 2343, (4, 128, 8) 2346, (8, 128, 4) 2357.
+    - That was with runs of tiles for each split. In turn, at 512 / 1024 / 1600 / 2048 / 3000 / 4000: (8, 128, 4) 1899 /
+      1991 / 2030 / 2100 / 2172 / 2273, (7, 128, 4) 1897 / 1973 / 2012 / 2085 / 2167 / 2268, (6, 128, 4) 1899 / 1955 /
+      2032 / 2070 / 2158 / 2265, (5, 128, 4) 1897 / 1965 / 2044 / 2112 / 2200 / 2314; in runs (8, 128, 4) 1897 / 1987 /
+      2014 / 2066 / 2185 / 2289. Without PDL at 512 / 1024 / 2048 / 4000: (6, 128, 4) in turn 2141 / 2209 / 2311 / 2518,
+      (8, 128, 4) in runs 2145 / 2217 / 2327 / 2512.
     """
     elements_per_dim = sum(split_head_dim(head_dim))
     direct = itemsize == 2 and tensor_cores
@@ -167,7 +173,7 @@ def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, te
         if direct and not wide:
             num_warps = 4
         block_t = tile(num_warps, 32)
-        splits = 1 << max(0, round(math.log2(8 * sm_count / (num_heads * num_warps))))
+        splits = max(1, round(6 * sm_count / (num_heads * num_warps)))
     splits = min(splits, triton.next_power_of_2(triton.cdiv(max_seq_len, block_t)))
     return AttentionConfig(splits, block_t, num_warps)
 

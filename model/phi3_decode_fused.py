@@ -69,7 +69,7 @@ class FusedDecoder(CapturedDecoder):
         for index, layer in enumerate(model.layers):
             attention, mlp = layer.self_attn, layer.mlp
             ahead = self._prefetches(index)
-            self._normed(layer.input_layernorm, attention.qkv_proj.weight, self.qkv)
+            self._normed(layer.input_layernorm, attention.qkv_proj.weight, self.qkv, prefetch=ahead["o"])
             rope_attention(
                 self.qkv, self.cos, self.sin, lengths, self.kv_cache.k[index, 0], self.kv_cache.v[index, 0],
                 self.attended, self.workspace, window=self.window, pdl=pdl,
@@ -106,18 +106,24 @@ class FusedDecoder(CapturedDecoder):
     def _prefetches(self, index):
         """What each projection of a layer asks L2 for while it waits: a Prefetch by the name of the next one, or None.
 
-        Of down what is needed first after what its first programs load by themselves; of QKV its first bytes,
-        which these load as well; of gate/up, which takes nine rounds of its programs, what the seventh begins
-        with: those reads are then spared while memory is busy. Microseconds per token of Phi-3-mini in float16
-        at context 128 (one H200 for each sentence, 2026-11): Gate/up by O none 1898, 2 MiB 1889, 3 MiB 1888, 5
-        MiB 1891, 4 MiB that the first programs load too 1895. 3 MiB of its second round 1836, 5th 1835, 6th and
-        7th 1832, 8th 1834; at 512 1896, 1899, 1896, 1895, 1894, at 2048 2072, 2073, 2070, 2070, 2071. Down by
-        gate/up none 1899, 2 MiB 1892, 4 MiB 1889, 6 MiB 1897 (3 MiB the same as 4, and 2 to 5 less at contexts
-        512 and 2048); later rounds 1848 to 1864 (1835). The next layer's QKV by down none 1887, 2 MiB 1883;
-        later rounds 1839 to 1850 (1835).
+        Of O and QKV their first bytes, which these load as well; of down what is needed first after what its first
+        programs load by themselves; of gate/up, which takes nine rounds of its programs, what the seventh begins with:
+        those reads are then spared while memory is busy. Gate/up and down are asked for even before the projection
+        has its input. Microseconds per token of Phi-3-mini in float16, at context 128 unless said otherwise (one
+        H200 for each sentence, 2026-11):
+
+        - Gate/up by O: none 1898, 2 MiB 1889, 3 MiB 1888, 5 MiB 1891, 4 MiB that the first programs load too 1895.
+          3 MiB of its second round 1836, 5th 1835, 6th and 7th 1832, 8th 1834; at 512 1896, 1899, 1896, 1895, 1894,
+          at 2048 2072, 2073, 2070, 2070, 2071.
+        - Down by gate/up: none 1899, 2 MiB 1892, 4 MiB 1889, 6 MiB 1897; later rounds 1848 to 1864 (1835). At 512 /
+          2048, once gate/up has its input, 3 MiB 1899 / 2070, none 1893 / 2067, 6 MiB 1915 / 2087; before, 3 MiB 1882 /
+          2055.
+        - QKV by down: none 1887, 2 MiB 1883; later rounds 1839 to 1850 (1835); before its input +9 to +19.
+        - O by QKV, at 128 / 512 / 2048: none 1818 / 1868 / 2033, 0.5 MiB 1814 / 1862 / 2030, 1 MiB 1811 / 1862 / 2030,
+          2 MiB no gain, 4 MiB +15 to +25; before its input +100.
         """
         if not self.pdl:
-            return dict.fromkeys(("gate_up", "down", "qkv"))
+            return dict.fromkeys(("o", "gate_up", "down", "qkv"))
         layers = self.model.model.layers
         mlp = layers[index].mlp
         gate_up, down = mlp.gate_up_proj.weight, mlp.down_proj.weight
@@ -131,8 +137,9 @@ class FusedDecoder(CapturedDecoder):
         gate_up_round = first_wave_bytes(gate_up, 2)
         rounds_ahead = max(1, round(gate_up.nbytes // 2 / gate_up_round * 2 / 3))
         return {
+            "o": Prefetch(layers[index].self_attn.o_proj.weight, 1 << 20),
             "gate_up": Prefetch(gate_up, 3 << 20, parts=2, skip=rounds_ahead * gate_up_round, early=True),
-            "down": Prefetch(down, 3 << 20, skip=first_wave_bytes(down, 1)),
+            "down": Prefetch(down, 3 << 20, skip=first_wave_bytes(down, 1), early=True),
             "qkv": Prefetch(layers[index + 1].self_attn.qkv_proj.weight, 2 << 20) if index + 1 < len(layers) else None,
         }
 

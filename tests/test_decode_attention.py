@@ -508,6 +508,15 @@ def launch_choice(
     )
 
 
+@pytest.fixture
+def launches_next(monkeypatch):
+    """Choices as where programmatic dependent launch is there."""
+    monkeypatch.setattr(wrapper, "pdl_supported", lambda device: device.capability >= (9, 0))
+    wrapper.choose_launch.cache_clear()
+    yield
+    wrapper.choose_launch.cache_clear()
+
+
 def test_launch_choices():
     for device in (H200, NO_GPU, DeviceInfo((7, 5), 40, 65536)):
         for group_size in (1, 3, 4, 24, 32, 71, 128):
@@ -518,7 +527,7 @@ def test_launch_choices():
                             2, group_size, head_dim, max_len, dtype_bytes=dtype_bytes, device=device, block_t=128
                         )
                         assert 1 <= choice.rows <= min(32, group_size) and choice.block_t in (16, 32, 64)
-                        assert choice.num_warps in (1, 2, 4, 8) and 2 <= choice.num_stages <= 4
+                        assert choice.num_warps in (1, 2, 4, 8) and 2 <= choice.num_stages <= 5
                         tile_bytes = 2 * choice.block_t * sum(split_head_dim(head_dim)) * dtype_bytes
                         if dtype_bytes == 4:
                             assert choice.num_stages * tile_bytes <= device.shared_memory
@@ -530,13 +539,14 @@ def test_launch_choices():
 @pytest.mark.parametrize(
     "num_kv_heads, group_size, head_dim, expected",
     (
-        (32, 1, 96, ((64, 4, 32), (64, 4, 32), (32, 2, 256), (32, 2, 256), (32, 2, 256), (128, 8, 128), (128, 8, 128))),
-        (8, 4, 128, ((64, 4, 16), (64, 4, 32), (64, 4, 64), (64, 4, 64), (64, 4, 128), (64, 4, 128), (64, 4, 128))),
-        (10, 4, 128, ((64, 4, 20), (64, 4, 40), (64, 4, 80), (64, 4, 80), (64, 4, 130), (64, 4, 130), (64, 4, 130))),
+        (32, 1, 96, ((64, 4, 32), (32, 2, 128), (32, 2, 256), (32, 2, 224), (32, 2, 224), *[(128, 8, 128)] * 2)),
+        (8, 4, 128, ((32, 4, 32), (32, 4, 64), (32, 4, 64), (32, 4, 88), (32, 4, 128), (32, 4, 128), (32, 4, 128))),
+        (10, 4, 128, ((32, 4, 40), (32, 4, 80), (32, 4, 80), (32, 4, 110), (32, 4, 130), (32, 4, 130), (32, 4, 130))),
+        (8, 8, 128, ((32, 4, 32), (32, 4, 64), (32, 4, 64), (32, 4, 64), (64, 8, 128), (64, 8, 128), (64, 8, 128))),
     ),
 )
-def test_choices_of_the_measured_shapes(num_kv_heads, group_size, head_dim, expected):
-    """Tile, warps and programs on an H200: without a group no split up to 256 positions."""
+def test_choices_of_the_measured_shapes(num_kv_heads, group_size, head_dim, expected, launches_next):
+    """Tile, warps and programs on an H200: from 2048 positions on heads without a group leave the next launch room."""
     lengths = (128, 256, 512, 2048, 8192, 32768, 131072)
     for max_len, (block_t, num_warps, num_programs) in zip(lengths, expected, strict=True):
         choice = launch_choice(num_kv_heads, group_size, head_dim, max_len, tma=True)
@@ -545,18 +555,17 @@ def test_choices_of_the_measured_shapes(num_kv_heads, group_size, head_dim, expe
 
 
 def test_tiles_in_turn_in_the_measured_range():
-    assert [launch_choice(32, 1, 96, T).interleaved for T in (512, 2048, 4096, 131072)] == [True, True, False, False]
+    assert [launch_choice(32, 1, 96, T).interleaved for T in (512, 1024, 2048, 131072)] == [True, True, False, False]
     assert all(launch_choice(8, 4, 128, T).interleaved for T in (512, 2048, 8192, 131072))
 
 
-def test_early_launch_where_programs_are_few_or_large(monkeypatch):
-    monkeypatch.setattr(wrapper, "pdl_supported", lambda device: device.capability >= (9, 0))
-    wrapper.choose_launch.cache_clear()
-    early = [launch_choice(32, 1, 96, T, tma=True).early for T in (128, 512, 2048, 8192, 16384, 131072)]
-    assert early == [True, True, False, False, True, True]
+def test_early_launch_where_there_is_room_or_programs_are_large(launches_next):
+    early = [launch_choice(32, 1, 96, T, tma=True).early for T in (128, 512, 1024, 2048, 8192, 16384, 131072)]
+    assert early == [True, True, False, True, True, True, True]
+    assert not launch_choice(32, 1, 96, 131072).early, "pointers only: two programs fill each multiprocessor"
+    assert not launch_choice(32, 1, 96, 2048, batch=2).early
     assert [launch_choice(8, 4, 128, T).early for T in (128, 2048, 4096, 131072)] == [True, True, False, False]
     assert not launch_choice(8, 4, 128, 128, device=NO_GPU).early
-    wrapper.choose_launch.cache_clear()
 
 
 def test_tensor_descriptors_where_they_gain():
@@ -570,7 +579,7 @@ def test_tensor_descriptors_where_they_gain():
 
 
 def test_number_of_programs():
-    choice = launch_choice(32, 1, 96, 8192)
+    choice = launch_choice(32, 1, 96, 1024)
     assert (choice.block_t, choice.min_tiles, choice.programs_per_sm) == (32, 2, 2)
     assert choose_num_programs(choice, 1, 32, 1, 0, 132) == 32, "somebody writes the zeros"
     assert choose_num_programs(choice, 1, 32, 1, 64, 132) == 32, "two tiles are one program"
@@ -578,11 +587,13 @@ def test_number_of_programs():
     assert choose_num_programs(choice, 64, 32, 1, 4096, 132) == 264, "more heads than programs: equal shares"
     assert choose_num_programs(choice, 1, 32, 1, 8192, 24) == 48, "32 of 48 would leave a third idle"
     assert choose_num_programs(choice, 1, 32, 1, 8192, 108) == 192, "192 of 216 are whole splits"
+    roomy = choice._replace(programs_per_sm=1.75)
+    assert choose_num_programs(roomy, 1, 32, 1, 8192, 132) == 224, "seven of the eight splits that there are places for"
     grouped = launch_choice(1, 71, 64, 4096)
-    assert (grouped.block_t, grouped.rows, grouped.min_tiles, grouped.few_splits) == (32, 24, 4, 8)
+    assert (grouped.block_t, grouped.rows, grouped.min_tiles, grouped.few_splits) == (32, 24, 8, 8)
     assert choose_num_programs(grouped, 1, 1, 71, 32, 132) == 3, "blocks of query heads"
     assert choose_num_programs(grouped, 1, 1, 71, 256, 132) == 24, "eight splits of one tile"
-    assert choose_num_programs(grouped, 1, 1, 71, 4096, 132) == 96, "32 of four"
+    assert choose_num_programs(grouped, 1, 1, 71, 4096, 132) == 48, "16 of eight"
 
 
 def test_head_dim_in_two_parts():
@@ -627,6 +638,7 @@ LENGTHS = torch.zeros(2, dtype=torch.int32)
 COMMON = (
     (32, 32, 96, torch.float16, 0),
     (32, 8, 128, torch.float16, 0),
+    (64, 8, 128, torch.float16, 0),
 )
 RARE = (
     (16, 4, 256, torch.float16, 8),
@@ -645,7 +657,7 @@ for Hq, Hkv, D, dtype, limit in {shapes}:
         queries, caches = q.expand(2, -1, -1), cache.expand(2, -1, -1, -1)
         with compile_only(capability) as equal:
             decode_attention(q, cache, cache, 40)
-            if D in (96, 128):
+            if D in (96, 128) and Hq == 32:
                 decode_attention_with_lse(q, cache, cache, 40, num_programs=0)
         with compile_only(capability) as unequal:
             if (Hq, D) in ((32, 96), (32, 128)) and capability >= (8, 0):

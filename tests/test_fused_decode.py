@@ -135,6 +135,9 @@ ATTENTION_CASES = {
     "32-keys-per-warp": (2, 2, 16, 63, None, None, (1, 64, 2)),
     "all-splits": (2, 2, 16, 64, None, None, (4, 16, 4)),
     "two-tiles-per-split": (2, 1, 16, 101, None, None, (2, 32, 2)),
+    "three-tiles-or-two": (2, 1, 16, 101, None, None, (3, 16, 1)),
+    "two-tiles-or-one": (2, 1, 96, 65, None, None, (3, 16, 1)),
+    "window-tiles-in-turn": (2, 1, 16, 101, 90, None, (4, 16, 1)),
     "one-split-many-tiles": (2, 2, 16, 70, None, None, (1, 16, 4)),
     "head-64": (1, 1, 64, 50, None, None, (2, 32, 2)),
     "head-80": (2, 1, 80, 37, None, 32, (4, 32, 8)),
@@ -169,10 +172,10 @@ def test_rope_attention_by_its_own_choice_matches_reference(T_max, position, D, 
     check_rope_attention("own choice", 6, 3, D, T_max, position, None, None, None, dtype, device)
 
 
-@pytest.mark.parametrize("position", [17 * 16, 32 * 16], ids=["18 of 32", "32 of 32"])
+@pytest.mark.parametrize("position", [17 * 16 + 1, 32 * 16], ids=["18 of 32", "32 of 32"])
 def test_more_splits_than_are_merged_at_once(position, device):
     config = AttentionConfig(32, 16, 1)
-    check_rope_attention("many splits", 1, 1, 16, 520, position, None, None, config, torch.float32, device)
+    check_rope_attention("many splits", 6, 3, 16, 520, position, None, None, config, torch.float32, device)
 
 
 def check_rope_attention(what, Hq, Hkv, D, T_max, position, window, rotary, config, dtype, device):
@@ -208,7 +211,7 @@ def test_rope_attention_counts_the_window_right(device):
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_an_infinite_new_value_is_infinite_whatever_the_splits(splits, device):
-    """Weight 0 in the chunks that do not hold the new token is no weight at all: 0 * inf would be NaN."""
+    """Weight 0 in the splits that do not hold the new token is no weight at all: 0 * inf would be NaN."""
     qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(1, 1, 24, 64, 50, torch.float32, device)
     qkv[2 * 24 + 3] = float("inf")
     workspace = attention_workspace(1, 24, 64, torch.float32, device, AttentionConfig(splits, 16, 1))
@@ -331,10 +334,10 @@ def test_matvec_config_fits_registers(n, k, gated, itemsize, pdl):
 def test_attention_config_covers_the_device_and_the_length():
     assert attention_config(32, 96, 2, 256, 132) == (2, 128, 8)
     assert attention_config(32, 96, 2, 257, 132) == attention_config(32, 96, 2, 512, 132) == (4, 128, 8)
-    assert attention_config(32, 96, 2, 513, 132) == attention_config(32, 96, 2, 4096, 132) == (8, 128, 4)
-    assert attention_config(40, 96, 2, 257, 132) == (4, 128, 4), "no chunk that is always empty"
-    assert attention_config(8, 128, 2, 131072, 132).splits == 32
-    assert attention_config(32, 96, 2, 4096, 24).splits == 2
+    assert attention_config(32, 96, 2, 513, 132) == attention_config(32, 96, 2, 4096, 132) == (6, 128, 4)
+    assert attention_config(40, 96, 2, 257, 132) == (4, 128, 4), "no split that is always empty"
+    assert attention_config(8, 128, 2, 131072, 132).splits == 25
+    assert attention_config(32, 96, 2, 4096, 24).splits == 1
     assert attention_config(64, 256, 4, 4096, 24) == (1, 16, 8)
     assert attention_config(32, 96, 2, 4096, 40, tensor_cores=False) == (1, 16, 8)
 
@@ -345,7 +348,7 @@ def test_attention_config_covers_the_device_and_the_length():
 def test_attention_config_gives_every_key_a_warp(itemsize, tensor_cores, max_seq_len):
     for head_dim in range(16, 257, 8):
         config = attention_config(8, head_dim, itemsize, max_seq_len, 132, tensor_cores=tensor_cores)
-        assert all(value & (value - 1) == 0 and value > 0 for value in config)
+        assert config.splits > 0 and all(value & (value - 1) == 0 and value > 0 for value in config[1:])
         # At least the 16 keys that a product takes, at most two such sets for each warp.
         assert 16 <= config.block_t <= 32 * config.num_warps
 

@@ -176,7 +176,7 @@ def test_where_the_prefetches_of_phi_3_mini_lie():
 
     layer = SimpleNamespace(
         mlp=SimpleNamespace(gate_up_proj=linear(16384, 3072), down_proj=linear(3072, 8192)),
-        self_attn=SimpleNamespace(qkv_proj=linear(9216, 3072)),
+        self_attn=SimpleNamespace(qkv_proj=linear(9216, 3072), o_proj=linear(3072, 3072)),
     )
     model = SimpleNamespace(model=SimpleNamespace(layers=[layer, layer]))
     with pretend_device(DeviceInfo((9, 0), 132, 232448)):
@@ -184,7 +184,8 @@ def test_where_the_prefetches_of_phi_3_mini_lie():
         ahead = FusedDecoder._prefetches(decoder, 0)
         assert FusedDecoder._prefetches(decoder, 1)["qkv"] is None, "the last layer has no next one"
     assert {name: (hint.skip, hint.parts, hint.share(132)) for name, hint in ahead.items()} == {
-        "gate_up": (6 * 924 * 3072 * 2, 2, 11904), "down": (4 * 264 * 8192 * 2, 1, 23824), "qkv": (0, 1, 15872),
+        "o": (0, 1, 7936), "gate_up": (6 * 924 * 3072 * 2, 2, 11904), "down": (4 * 264 * 8192 * 2, 1, 23824),
+        "qkv": (0, 1, 15872),
     }  # fmt: skip
 
 
