@@ -1,11 +1,12 @@
 """The ladder: what each idea buys, from Hugging Face generate to fused kernels, in one process on the same work.
 
 Every rung decodes the same prompt (batch 1) at several context lengths, rungs alternating, each token handed to the
-host as it comes. ms/token is that wall time; GPU busy is what the device worked per token by its own trace, the rest it
-waited. The floor is the time to read the weights and the KV cache once at the measured bandwidth. A rung is timed only
-after its logits agreed with Hugging Face's at the same context; one that is not there or not possible on this GPU is a
-SKIPPED row with its reason. "bought" is the time saved against the rung before; the parts add up to the whole. Where
-the host decides the speed, runs differ: a "~" marks what is not resolved, because the runs of the two rungs overlap.
+host as it comes. ms/token is that wall time, the first tokens still at the clock that a long prefill leaves behind; GPU
+busy is what the device worked per token by its own trace, the rest it waited. The floor is the time to read the weights
+and the KV cache once at the measured bandwidth. A rung is timed only after its logits agreed with Hugging Face's at the
+same context; one that is not there or not possible on this GPU is a SKIPPED row with its reason. "bought" is the time
+saved against the rung before; the parts add up to the whole. Where the host decides the speed, runs differ: a "~" marks
+what is not resolved, because the runs of the two rungs overlap.
 """
 
 import functools
@@ -298,12 +299,7 @@ def main():
     parser = cli.parser(__doc__, "DTYPE", "SEED", "RESULTS_DIR")
     common.add_model_argument(parser)
     common.add_numbers_argument(parser, "--contexts", CONTEXTS, "prompt lengths")
-    parser.add_argument(
-        "--new-tokens",
-        type=cli.count,
-        default=48,
-        help="tokens per run (the first are decoded on a GPU hot from prefill)",
-    )
+    parser.add_argument("--new-tokens", type=cli.count, default=48, help="tokens per run")
     parser.add_argument("--rounds", type=cli.count, default=5, help="timed runs of each rung")
     parser.add_argument("--profile-steps", type=cli.count, default=4, help="decode steps in the trace of each rung")
     common.add_numbers_argument(parser, "--static-contexts", [128], "contexts at which rung 0s is compiled")
