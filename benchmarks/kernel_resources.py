@@ -7,6 +7,7 @@ proportion, up to eight ("forced"). Occupancy 0 means that a block does not fit 
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -102,7 +103,8 @@ def launch_decode(case, block_t, num_programs=None):
     if forced:
         num_warps = min(8, choice.num_warps * block_t // choice.block_t)
         q_columns = min(256, choice.q_columns * num_warps // choice.num_warps)
-        choice = choice._replace(block_t=block_t, num_warps=num_warps, q_columns=q_columns)
+        tiles = math.ceil((choice.num_stages - 1) * choice.block_t / block_t)  # as many bytes on their way
+        choice = choice._replace(block_t=block_t, num_warps=num_warps, num_stages=tiles + 1, q_columns=q_columns)
     decode_attention_with_lse(q, cache, cache, length, choice=choice, num_programs=num_programs)
     return choice.block_t, forced
 
