@@ -94,8 +94,11 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     # Where they gain: for groups and shorter caches pointers are as fast or faster, and batches were not measured.
     tma = tma and tensor_cores and batch == 1 and single and head_dim <= 128 and keys_per_sm > 2048
     pdl = pdl_supported(device)
-    # An eighth of the places is left to the next launch's programs. The same: only batch 1 was measured.
+    # An eighth of the places is left to the next launch's programs, where whole splits fill nearly all others. Only
+    # batch 1 was measured.
+    places = int(1.75 * device.sm_count)
     roomy = pdl and tensor_cores and batch == 1 and single and far and keys_per_sm <= 2048
+    roomy = roomy and 8 * (places // num_kv_heads * num_kv_heads) >= 7 * places
     programs_per_sm = 1 if tma or not single else 1.75 if roomy else 2
     # So few keys are walked sooner than the results of splits are merged.
     short = max_len <= 128 and single

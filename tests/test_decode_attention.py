@@ -578,7 +578,7 @@ def test_tensor_descriptors_where_they_gain():
     assert not launch_choice(32, 1, 96, 131072, dtype_bytes=4, tma=True).tma
 
 
-def test_number_of_programs():
+def test_number_of_programs(launches_next):
     choice = launch_choice(32, 1, 96, 1024)
     assert (choice.block_t, choice.min_tiles, choice.programs_per_sm) == (32, 2, 2)
     assert choose_num_programs(choice, 1, 32, 1, 0, 132) == 32, "somebody writes the zeros"
@@ -587,6 +587,9 @@ def test_number_of_programs():
     assert choose_num_programs(choice, 64, 32, 1, 4096, 132) == 264, "more heads than programs: equal shares"
     assert choose_num_programs(choice, 1, 32, 1, 8192, 24) == 48, "32 of 48 would leave a third idle"
     assert choose_num_programs(choice, 1, 32, 1, 8192, 108) == 192, "192 of 216 are whole splits"
+    assert [launch_choice(heads, 1, 96, 4096).programs_per_sm for heads in (32, 40, 48, 64)] == [1.75, 2, 2, 2], (
+        "shares that cross heads cost more than room for the next launch gains"
+    )
     roomy = choice._replace(programs_per_sm=1.75)
     assert choose_num_programs(roomy, 1, 32, 1, 8192, 132) == 224, "seven of the eight splits that there are places for"
     grouped = launch_choice(1, 71, 64, 4096)
