@@ -2,8 +2,9 @@
 
 Kernels are compiled ahead of time with the very arguments of a launch (kernels/aot.py). Spilled registers live in local
 memory: a kernel whose one job is to read memory fast should have none. The decode kernels are compiled for a short and
-a long cache and for grouped heads, over tiles of BLOCK_T keys: as the wrapper takes them, and past that with warps in
-proportion, up to eight ("forced"). Occupancy 0 means that a block does not fit the GPU at all.
+a long cache and for grouped heads, over tiles of BLOCK_T keys: as the wrapper takes them, and past that ("forced") with
+warps in proportion, up to eight, and as many bytes on their way. Occupancy 0 means that a block does not fit the GPU at
+all.
 """
 
 import argparse

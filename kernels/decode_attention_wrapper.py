@@ -56,32 +56,31 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     wanted through pointers (config.BLOCK_T); tensor descriptors take twice as much. tma: whether these may be used.
 
     Measured on NVIDIA H200s, 2026-11-30, float16, batch 1, PDL, microseconds per call with cold caches (keys per tile,
-    warps, stages, splits per head; "turn": a split takes tiles in turn, else a run of them; "early"; "TMA"). Lines of
-    several machines, which differ by up to 3 %:
+    warps, stages, splits per head; "turn": a split takes tiles in turn, else a run of them; "early"; "TMA"; another
+    number of splits in brackets). From several machines, which differ by up to 3 %:
 
-        32 heads of 96 (Phi-3 Mini)       T = 128  256    512    1024   2048   4096   8192   16384  32768  131072
-        64, 4, 3, 1, early                3.03   4.58
-        32, 2, 4, turn, early             3.69(2) 4.20(4)
-        64, 4, 3, turn, early                      4.66(4) 5.54(4)
-        32, 2, 4, 8, turn, early                          5.40
-        32, 2, 4, 8, turn                                 5.59   6.95   9.98   16.54  28.3
-        32, 2, 4, 7, turn, early                                 7.14   9.84   16.2   27.6
-        32, 2, 4, 7, early                                              9.68   16.2   27.5
-        64, 4, 3, 7, early, TMA                                                       28.0
-        64, 4, 4, 7, early, TMA                                                       29.0   52.4
-        128, 8, 4, 4, early, TMA                                                      29.1   51.4   95.2   359.7
+        32 heads of 96 (Phi-3 Mini)       T = 128  256      512      1024   2048  4096  8192  16384  32768  131072
+        64, 4, 3, 1, early                3.03     4.58
+        64, 4, 3, 4, turn, early                   4.66     5.54
+        32, 2, 4, 8, turn, early          3.69 [2] 4.20 [4] 5.40
+        32, 2, 4, 8, turn                                   5.59     6.95   9.98        28.3
+        32, 2, 4, 8                                                               16.5  28.4
+        32, 2, 4, 7, turn, early                                     7.14   9.84  16.2  27.6
+        32, 2, 4, 7, early                                                  9.68  16.2  27.5
+        64, 4, 4, 7, early, TMA                                                         29.0  52.4
+        128, 8, 4, 4, early, TMA                                                              51.4   95.2   359.5
 
-        32 heads over 8 KV heads of 128   T = 128  256    512    1024   2048   4096   8192   16384  32768  131072
-        64, 4, 3, 8, turn, early          3.66(2) 3.83(4) 4.15   5.13   6.65
-        64, 4, 3, 16, turn                                              7.79   8.60   12.44  20.8   35.0   123.4
-        32, 4, 4, 8, turn, early          3.21(4) 3.46   4.00    5.09
-        32, 4, 4, 11, turn, early                        4.40(12) 5.29  6.43
-        32, 4, 4, 16, turn                                              6.56   8.42   12.42  20.6   35.7
-        32, 4, 5, 16, turn                                                            12.34  20.1   34.6   122.2
-        64, 8, 3, 16, turn                                              7.43(11) 9.74 13.3   21.8   36.5
+        32 heads over 8 KV heads of 128   T = 128  256      512      1024   2048  4096  8192  16384  32768  131072
+        64, 4, 3, 8, turn, early          3.66 [2] 3.83 [4] 4.15     5.13   6.65
+        64, 4, 3, 16, turn                                                        8.60  12.44 20.8   35.0   123.4
+        32, 4, 4, 8, turn, early          3.21 [4] 3.46     4.00     5.09
+        32, 4, 4, 11, turn, early                           4.40 [12] 5.29  6.43
+        32, 4, 4, 16, turn                                                  6.56  8.42  12.42 20.6   35.7
+        32, 4, 5, 16, turn                                                              12.34 20.1   34.6   122.2
+        64, 8, 3, 16, turn                                                  7.43 [11] 9.74 13.3 21.8 36.5
 
-    Without PDL 32 heads of 96 take 0.5 more at 2048 positions. Other splits, pipelines, groups and head_dims, and what
-    tensor descriptors and an early launch cost elsewhere, are in benchmarks/LOG.md.
+    Other splits, pipelines, groups and head_dims, and what tensor descriptors and an early launch cost elsewhere, are
+    in benchmarks/LOG.md.
     """
     # A program's rows are its accumulator, which must not spill: an MQA model with many heads takes several programs.
     tensor_cores = dtype_bytes == 2 and device.capability >= (8, 0)
@@ -94,11 +93,10 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     # Where they gain: for groups and shorter caches pointers are as fast or faster, and batches were not measured.
     tma = tma and tensor_cores and batch == 1 and single and head_dim <= 128 and keys_per_sm > 2048
     pdl = pdl_supported(device)
-    # An eighth of the places is left to the next launch's programs, where whole splits fill nearly all others. Only
-    # batch 1 was measured.
-    places = int(1.75 * device.sm_count)
+    # An eighth of the places is left to the next launch's programs, where whole splits fill the others. Only batch 1
+    # was measured.
     roomy = pdl and tensor_cores and batch == 1 and single and far and keys_per_sm <= 2048
-    roomy = roomy and 8 * (places // num_kv_heads * num_kv_heads) >= 7 * places
+    roomy = roomy and _whole_splits(int(1.75 * device.sm_count), num_kv_heads) > 0
     programs_per_sm = 1 if tma or not single else 1.75 if roomy else 2
     # So few keys are walked sooner than the results of splits are merged.
     short = max_len <= 128 and single
@@ -109,15 +107,15 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         # A warp has 16 keys, and q and the accumulator as a whole. Where those are large two or four warps share them.
         size = max(16, triton.next_power_of_2(rows)) * head_dim
         sharing = 4 if size > 2048 else 2 if columns == 128 and not single else 1
-        # Small programs start soonest; large ones keep more bytes on their way, but with many rows they spill on some
-        # GPUs, and their merges take long.
+        # Small programs start soonest; large ones keep more bytes on their way, but with many rows, or wide ones, they
+        # spill on some GPUs.
         if single:
             large = short or keys_per_sm > 2048
         elif sharing == 2:
             large = rows > 4 and far and device.sm_count // (batch * num_kv_heads) <= 16  # few splits to merge
         else:
             large = rows <= 16
-        keys = min((64 if large else 32) // (2 if sharing == 4 else 1), block_t)
+        keys = min(16 if sharing == 4 else 64 if large else 32, block_t)
         num_warps = keys // 16 * sharing
     else:
         # Without tensor cores (fp32, and all on Turing) a product holds whole rows of both factors in registers: those
@@ -169,9 +167,9 @@ def choose_num_programs(choice, batch, num_kv_heads, group_size, max_len, sm_cou
     """Programs of the split kernel: as many whole splits per item (sequence, KV head, block of query heads) as a wave
     of the GPU holds, fewer where, beyond ``few_splits``, a split would be less than ``min_tiles``.
 
-    Where whole splits would leave more than an eighth of the wave idle it is the wave, in equal shares that cross
-    items. Whole splits are the faster: 32 heads of 96 at 2048 positions took 11.1 microseconds in 256 programs and 13.3
-    in 264 (NVIDIA H200, 2026-11-29).
+    Where there are no such whole splits (see _whole_splits) it is the wave, in equal shares that cross items. Whole
+    splits are the faster: 32 heads of 96 at 2048 positions took 11.1 microseconds in 256 programs and 13.3 in 264
+    (NVIDIA H200, 2026-11-29).
     """
     items = batch * num_kv_heads * triton.cdiv(group_size, choice.rows)
     wave = int(sm_count * choice.programs_per_sm)
@@ -179,8 +177,13 @@ def choose_num_programs(choice, batch, num_kv_heads, group_size, max_len, sm_cou
     most = max(triton.cdiv(tiles, choice.min_tiles), min(tiles, choice.few_splits))
     if items * most <= wave:
         return items * most
+    return _whole_splits(wave, items) or wave
+
+
+def _whole_splits(wave, items):
+    """Programs of a wave in whole splits of each item; 0 where these would leave more than an eighth of it idle."""
     whole = wave // items * items
-    return whole if 8 * whole >= 7 * wave else wave
+    return whole if 8 * whole >= 7 * wave else 0
 
 
 def split_head_dim(head_dim):

@@ -555,7 +555,7 @@ def _rope_attention_kernel(
     warp_sum = tl.reshape(_first_rows(warp_sum[:, :, None], ROWS), [WARPS, ROWS])
     acc_lo = _spread(_first_rows(acc_lo, ROWS), ROWS)
     acc_hi = _spread(_first_rows(acc_hi, ROWS), ROWS) if D_HI else acc_lo
-    # An active split holds a past key or the new one, so that the sum is not 0.
+    # An active split holds a past key or the new one: the sum is 0 only where all scores are -inf, and the result NaN.
     least = tl.where(owns_new, new_score, LOWEST)
     running_max, running_sum, acc_lo, acc_hi = _merge_warps(warp_max, warp_sum, acc_lo, acc_hi, least, D_HI)
     new_weight = tl.where(owns_new, tl.exp2(new_score - running_max), 0.0)
