@@ -3,7 +3,8 @@
 Each launch attends from one new token to ``cache_len`` cached positions, batch 1. The work is to read K and V once, so
 the measured read bandwidth is the ceiling and GB/s the figure that carries from one GPU to another. Inputs rotate over
 at least four times the L2 (cold), launches are replayed as CUDA graphs, contenders alternate. Each contender's answer
-is checked on inputs that it is timed on, the first and the last few.
+is checked on inputs that it is timed on, the first and the last few. A plain read of the same K and V stands beside
+them: what no attention kernel launched alone can be expected to beat by much.
 """
 
 import sys
@@ -21,6 +22,7 @@ from benchmarks import common, contenders, counts
 import cli
 import config
 from kernels.decode_attention_wrapper import decode_attention
+from kernels.device import pow2_floor
 from model.accuracy import judge
 
 
@@ -44,16 +46,14 @@ TINY_LENGTHS = [1, 40, 130]
 
 OURS = "triton"
 OURS_ON_DEVICE = "triton, length on the device"
+READ = "plain read"
 
 
 def make_inputs(shape, cache_len, sets, dtype, device):
-    """``sets`` times (q [1, Hq, D], k and v [1, Hkv, T, D]) of one allocation each."""
+    """``sets`` times (q [1, Hq, D], k and v [1, Hkv, T, D]), and the sets' k and v in memory [sets, elements]."""
     q = torch.randn(sets, 1, shape.num_heads, shape.head_dim, dtype=dtype, device=device)
-    k, v = (
-        torch.randn(sets, 1, shape.num_kv_heads, cache_len, shape.head_dim, dtype=dtype, device=device)
-        for _ in range(2)
-    )
-    return list(zip(q, k, v, strict=True))
+    kv = torch.randn(sets, 2, 1, shape.num_kv_heads, cache_len, shape.head_dim, dtype=dtype, device=device)
+    return list(zip(q, kv[:, 0], kv[:, 1], strict=True)), kv.flatten(1)
 
 
 def triton_contenders(cache_len, device):
@@ -84,12 +84,24 @@ def check(function, bars, factor):
     return judge(found, reference, native, factor=factor)
 
 
+def plain_reads(caches):
+    """A function per cache [elements] that reads it whole, but for less than a block, and nothing else."""
+    sources = caches.view(torch.int32)
+    block = min(8192, pow2_floor(sources.shape[1]))
+    sources = sources[:, : sources.shape[1] // block * block]
+    sums = torch.empty(sources.shape[1] // block, dtype=torch.int32, device=caches.device)
+    common.read_sum(sources[-1], sums, block, num_warps=4)
+    if not torch.equal(sums, sources[-1].view(-1, block).sum(1, dtype=torch.int32)):
+        raise RuntimeError("the plain read reads something else")
+    return [lambda source=source: common.read_sum(source, sums, block, num_warps=4) for source in sources]
+
+
 def check_tiny(device, dtype):
     """Without a GPU: is the kernel right? -> whether all small cases are."""
     rows = []
     for shape in TINY_SHAPES:
         for cache_len in TINY_LENGTHS:
-            bar = bars(make_inputs(shape, cache_len, 8, dtype, device))
+            bar = bars(make_inputs(shape, cache_len, 8, dtype, device)[0])
             for name, function in triton_contenders(cache_len, device).items():
                 found = check(function, bar, common.OURS_FACTOR)
                 rows.append(
@@ -104,7 +116,7 @@ def measure_shape(shape, cache_len, dtype, device, bandwidth, args, results):
     num_bytes = counts.attention_decode_bytes(
         1, shape.num_heads, shape.num_kv_heads, cache_len, shape.head_dim, dtype.itemsize
     )
-    inputs = make_inputs(shape, cache_len, common.input_sets(num_bytes, common.l2_bytes()), dtype, device)
+    inputs, caches = make_inputs(shape, cache_len, common.input_sets(num_bytes, common.l2_bytes()), dtype, device)
     functions = triton_contenders(cache_len, device) | contenders.decode_contenders(shape.num_heads, shape.num_kv_heads)
     checks, errors, bar = {}, {}, bars(inputs)
     for name, function in functions.items():
@@ -118,9 +130,10 @@ def measure_shape(shape, cache_len, dtype, device, bandwidth, args, results):
         for name, found in checks.items()
         if found.ok
     }
+    timed[READ] = plain_reads(caches)
     outcomes = common.measure_cold(timed, warmup=args.warmup, samples=args.samples) | errors
     rows = {}
-    for name in functions:
+    for name in (*functions, READ):
         case = {"shape": shape.name, "cache_len": cache_len, "contender": name}
         outcome = outcomes.get(name)
         if outcome is None:
@@ -130,9 +143,10 @@ def measure_shape(shape, cache_len, dtype, device, bandwidth, args, results):
             rows[name] = results.add_error(case, outcome)
         else:
             rate = counts.gb_per_s(num_bytes, outcome.median_ms)
+            accuracy = {"max_error": checks[name].max_error} if name in checks else {}
             rows[name] = results.add(
-                case, timing=outcome, bytes=num_bytes, gb_per_s=rate, share=rate / bandwidth,
-                max_error=checks[name].max_error, input_sets=len(inputs),
+                case, timing=outcome, bytes=num_bytes, gb_per_s=rate, share=rate / bandwidth, input_sets=len(inputs),
+                **accuracy,
             )  # fmt: skip
     return rows
 
@@ -142,8 +156,11 @@ def is_ours(name):
 
 
 def best_contender(rows):
-    """The fastest PASSED row that is not ours, or None."""
-    passed = [row for name, row in rows.items() if row["status"] == common.PASSED and not is_ours(name)]
+    """The fastest PASSED row of an attention that is not ours, or None."""
+    passed = [
+        row for name, row in rows.items()
+        if row["status"] == common.PASSED and name != READ and not is_ours(name)
+    ]  # fmt: skip
     return min(passed, key=lambda row: row["median_ms"], default=None)
 
 
@@ -156,17 +173,20 @@ def table_line(cache_len, rows, bandwidth):
         return f"{1e3 * row['median_ms']:.1f}" if row["status"] == common.PASSED else row["status"]
 
     if ours["status"] != common.PASSED or best is None:
-        return (cache_len, "-", us(ours), us(rows[OURS_ON_DEVICE]), "-", "-", "-", "-", "-"), None
+        return (cache_len, "-", us(rows[READ]), us(ours), us(rows[OURS_ON_DEVICE]), "-", "-", "-", "-", "-"), None
     share = common.share_text(ours["gb_per_s"], bandwidth)
     # A rate that memory cannot deliver is a fault of the measurement, not a win.
     gain = best["median_ms"] / ours["median_ms"] if ours["share"] <= common.IMPOSSIBLE_SHARE else None
     return (
-        cache_len, f"{floor_us:.1f}", us(ours), us(rows[OURS_ON_DEVICE]), f"{ours['gb_per_s']:.0f}", share, us(best),
-        best["case"]["contender"], f"{gain:.2f}x" if gain is not None else "-",
+        cache_len, f"{floor_us:.1f}", us(rows[READ]), us(ours), us(rows[OURS_ON_DEVICE]), f"{ours['gb_per_s']:.0f}",
+        share, us(best), best["case"]["contender"], f"{gain:.2f}x" if gain is not None else "-",
     ), gain  # fmt: skip
 
 
-COLUMNS = ("cache_len", "floor us", "triton us", "on device", "GB/s", "% of memory", "best us", "best other", "gain")
+COLUMNS = (
+    "cache_len", "floor us", "read us", "triton us", "on device", "GB/s", "% of memory", "best us", "best other",
+    "gain",
+)  # fmt: skip
 
 
 def main():
@@ -194,7 +214,7 @@ def main():
                 rows = measure_shape(shape, cache_len, dtype, device, bandwidth, args, results)
             except torch.OutOfMemoryError as error:
                 results.add_error({"shape": shape.name, "cache_len": cache_len, "contender": OURS}, error)
-                lines.append((cache_len, *["-"] * 7, common.OOM))
+                lines.append((cache_len, *["-"] * (len(COLUMNS) - 2), common.OOM))
                 continue
             line, gains[shape.name, cache_len] = table_line(cache_len, rows, bandwidth)
             lines.append(line)

@@ -106,6 +106,8 @@ def best_by(rows, x, value, better):
 def style_of(name):
     ours = name == "triton"
     color = OURS_COLOR if name.startswith("triton") else BACKEND_COLORS.get(name, GREY)
+    if name == "plain read":
+        return {"color": FLOOR_COLOR, "linewidth": 1, "linestyle": ":", "zorder": 2}
     return {
         "color": color, "linewidth": 2 if ours else 1.2, "marker": "o", "markersize": 3.5 if ours else 2.5,
         "zorder": 3 if ours else 2,
@@ -113,7 +115,7 @@ def style_of(name):
 
 
 def label_of(name):
-    return name if name.startswith(("triton", "grouped")) else f"SDPA {name}"
+    return name if name.startswith(("triton", "grouped", "plain")) else f"SDPA {name}"
 
 
 def thousands(length):

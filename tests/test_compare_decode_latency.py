@@ -39,6 +39,8 @@ def test_measured_rows(monkeypatch, fake_gpu, small, capsys):
         assert row["status"] == common.PASSED
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["median_ms"] / 1e6, rel=1e-4)
         assert row["input_sets"] * row["bytes"] > 4 * 4096
+    reads = [row for row in rows if row["case"]["contender"] == script.READ]
+    assert [row["status"] for row in reads] == [common.PASSED] * 2 and "max_error" not in reads[0]
     assert {"sdpa math", "grouped matmul", "reference"} <= {
         row["case"]["contender"] for row in rows if row["status"] == common.PASSED
     }
@@ -72,14 +74,17 @@ def test_gain_is_against_the_fastest_other_and_an_impossible_rate_gains_nothing(
             "bytes": 10**6,
         }  # fmt: skip
 
-    rows = {row["case"]["contender"]: row for row in (row("a", 0.03), row("b", 0.05), row(script.OURS_ON_DEVICE, 0.01))}
+    rows = {
+        row["case"]["contender"]: row
+        for row in (row("a", 0.03), row("b", 0.05), row(script.READ, 0.015), row(script.OURS_ON_DEVICE, 0.01))
+    }
     rows[script.OURS] = row(script.OURS, 0.02)
     line, gain = script.table_line(128, rows, 100.0)
     assert gain == pytest.approx(1.5)
-    assert line[:4] == (128, "10.0", "20.0", "10.0") and line[5:8] == ("50.0", "30.0", "a")
+    assert line[:5] == (128, "10.0", "15.0", "20.0", "10.0") and line[6:9] == ("50.0", "30.0", "a")
     rows[script.OURS] = row(script.OURS, 0.02, share=1.2)
     line, gain = script.table_line(128, rows, 100.0)
-    assert gain is None and line[5] == "120 (cache)" and line[-1] == "-"
+    assert gain is None and line[6] == "120 (cache)" and line[-1] == "-"
 
 
 def test_config_says_how_often(monkeypatch, fake_gpu, small):
