@@ -174,7 +174,7 @@ def attention_config(num_heads, head_dim, itemsize, max_seq_len, sm_count, *, te
             num_warps = 4
         block_t = tile(num_warps, 32)
         splits = max(1, round(6 * sm_count / (num_heads * num_warps)))
-    splits = min(splits, triton.next_power_of_2(triton.cdiv(max_seq_len, block_t)))
+    splits = min(splits, triton.cdiv(max_seq_len, block_t))
     return AttentionConfig(splits, block_t, num_warps)
 
 

@@ -333,9 +333,11 @@ def test_matvec_config_fits_registers(n, k, gated, itemsize, pdl):
 
 def test_attention_config_covers_the_device_and_the_length():
     assert attention_config(32, 96, 2, 256, 132) == (2, 128, 8)
-    assert attention_config(32, 96, 2, 257, 132) == attention_config(32, 96, 2, 512, 132) == (4, 128, 8)
-    assert attention_config(32, 96, 2, 513, 132) == attention_config(32, 96, 2, 4096, 132) == (6, 128, 4)
-    assert attention_config(40, 96, 2, 257, 132) == (4, 128, 4), "no split that is always empty"
+    assert attention_config(32, 96, 2, 257, 132) == (3, 128, 8), "no split that is always empty"
+    assert attention_config(32, 96, 2, 385, 132) == attention_config(32, 96, 2, 512, 132) == (4, 128, 8)
+    assert attention_config(32, 96, 2, 513, 132) == (5, 128, 4)
+    assert attention_config(32, 96, 2, 641, 132) == attention_config(32, 96, 2, 4096, 132) == (6, 128, 4)
+    assert attention_config(40, 96, 2, 257, 132) == (3, 128, 4)
     assert attention_config(8, 128, 2, 131072, 132).splits == 25
     assert attention_config(32, 96, 2, 4096, 24).splits == 1
     assert attention_config(64, 256, 4, 4096, 24) == (1, 16, 8)
