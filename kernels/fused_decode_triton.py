@@ -213,7 +213,8 @@ def _matvec_kernel(
 
     Between the last weights of one kernel and the second tiles of the next lie about two microseconds (completion, x,
     sums), in which memory would idle once the first tiles are there. Prefetches fill them: of what the next kernel will
-    load after its wait (PREFETCH), and of the second tiles of some programs (LOOK_AHEAD). More is a loss: L2 delivers
+    load after its wait (PREFETCH), and of the second tiles of some programs (LOOK_AHEAD). Without PDL memory idles from
+    the last weights of one kernel to the first of the next, which PREFETCH asks for then. More is a loss: L2 delivers
     hardly faster than memory does.
     """
     if EARLY:

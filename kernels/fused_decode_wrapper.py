@@ -89,7 +89,7 @@ def greedy_choice(token, history, lengths):
     return GreedyChoice(best, torch.zeros_like(best, dtype=torch.int32), token, history, lengths)
 
 
-def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=False):
+def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=False, prefetched=False):
     """MatvecConfig for a weight [n, k] (gated: two rows per output). The fastest found on one H200, 2026-11.
 
     Microseconds per token of Phi-3-mini in float16, context 128, PDL, all else equal; (rows, block_k, warps):
@@ -106,8 +106,12 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=Fa
     up none 1924, 264 1900, 528 1891, all 1931.
 
     Without PDL a new program's loads start as soon as there is room, and two tiles each are the compromise: gate and up
-    2203 (7 per multiprocessor 2219). Down, of one tile each: (2, 4096, 16) 2111, two tiles of (2, 2048, 8) 2122,
-    (4, 4096, 16) 2176. A choice wants few programs to meet.
+    2113 (7 per multiprocessor +16, one tile each 2155), QKV 2113 (one tile each 2115). Where the first bytes come out
+    of L2 (``prefetched``, see FusedDecoder._prefetches) one tile each is best: two 2081, one for gate and up 2073, for
+    QKV 2070, for both 2063. Then, all from 2039, gate and up as (2, 1024, 4) 2050, (1, 1024, 8) 2044, (2, 1024, 8)
+    2094, QKV as (1, 1024, 4) 2057, (4, 1024, 4) 2081, (4, 1024, 8) 2090, O as (2, 1024, 4) 2050, (8, 1024, 8) 2070,
+    down (2, 4096, 16), as (4, 4096, 16) 2045, (2, 2048, 8) 2047. A choice wants few programs to meet: 7 per
+    multiprocessor 2039, two tiles each 2047, one 2054.
     """
     row_bytes = k * itemsize * (2 if gated else 1)
     long_rows = row_bytes >= 128 * 128
@@ -121,7 +125,7 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=Fa
     if small or long_rows:
         return MatvecConfig(rows, block_k, num_warps, tiles)
     if not pdl and not choice:
-        return MatvecConfig(rows, block_k, num_warps, triton.cdiv(tiles, 2))
+        return MatvecConfig(rows, block_k, num_warps, tiles if prefetched else triton.cdiv(tiles, 2))
     programs = min(tiles, 28 // num_warps * sm_count)
     # Whole second tiles in whole lines of 16 bytes, so that one instruction can ask for them.
     whole = pdl and n % rows == 0 and rows * k * itemsize % 16 == 0
@@ -248,11 +252,14 @@ def matvec(
             tensor = getattr(choice, name)
             tensors[name] = (tensor, tensor.shape if name == "history" else (1,), dtype)
     _check(x, **tensors)
-    sm_count = device_info(x.device).sm_count
+    device = device_info(x.device)
+    sm_count, can_prefetch = device.sm_count, device.capability >= (9, 0)
     if config is None:
-        config = matvec_config(N, K, x.element_size(), sm_count, gated=gated, pdl=pdl, choice=choice is not None)
-    if (prefetch or config.look_ahead) and not pdl:
-        raise ValueError("prefetch and look_ahead go with pdl=True: they need compute capability 9.0")
+        config = matvec_config(
+            N, K, x.element_size(), sm_count, gated=gated, pdl=pdl, choice=choice is not None, prefetched=can_prefetch
+        )
+    if (prefetch or config.look_ahead) and not can_prefetch:
+        raise ValueError("prefetch and look_ahead need compute capability 9.0")
     tiles = triton.cdiv(N, config.rows)
     programs = config.programs or tiles
     # The last programs, one per multiprocessor: their own loads come last.

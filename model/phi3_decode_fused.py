@@ -83,7 +83,8 @@ class FusedDecoder(CapturedDecoder):
                 prefetch=ahead["down"],
             )  # fmt: skip
             matvec(
-                self.activated, mlp.down_proj.weight, hidden, residual=True, pdl=pdl, early=True, prefetch=ahead["qkv"]
+                self.activated, mlp.down_proj.weight, hidden, residual=True, pdl=pdl, early=True,
+                prefetch=ahead["following"],
             )  # fmt: skip
         self._normed(model.norm, self.model.lm_head.weight, self.logits[0], choice=self.choice)
 
@@ -104,13 +105,23 @@ class FusedDecoder(CapturedDecoder):
             self.kv_cache.note_written(1)
 
     def _prefetches(self, index):
-        """What each projection of a layer asks L2 for while it waits: a Prefetch by the name of the next one, or None.
+        """What each projection of a layer asks L2 for: a Prefetch by the name of the next one, or None.
 
-        Of O and QKV their first bytes, which these load as well; of down what is needed first after what its first
-        programs load by themselves; of gate/up, which takes nine rounds of its programs, what the seventh begins with:
-        those reads are then spared while memory is busy. Gate/up and down are asked for even before the projection
-        has its input. Microseconds per token of Phi-3-mini in float16, at context 128 unless said otherwise (one
-        H200 for each sentence, 2026-11):
+        ``following`` is the next layer's QKV, or the LM head (against nothing there -1 to -3, with and without PDL).
+        It needs compute capability 9.0. Microseconds per token of Phi-3-mini in float16, at context 128 unless said
+        otherwise (one H200 for each sentence, 2026-11).
+
+        Without PDL memory idles between two kernels, and the first bytes of the next one, which it loads as well, fill
+        the gap, asked for once the projection before has its own: none 2094, 1 MiB for each 2083, 1.5 MiB 2080, 2 MiB
+        2081, 3 MiB 2093. Of O 2 MiB instead of 1 MiB +4; of QKV 3 MiB instead of 2 MiB -3; of down 1 MiB instead of
+        2 MiB -5. With programs of one tile each (see matvec_config), of O 1 MiB and of gate/up, down, QKV 3, 1, 3 MiB
+        2045, 4, 2, 4 2039, 4, 4, 4 2034, 5, 3, 5 2035, 6, 2, 6 2038, 8, 2, 8 2051; at 512 2079, 2075, 2073, 2071, 2075,
+        at 2048 2247, 2240, 2241, 2242, 2243. Later rows 0 to +8, before the projection's own input +2 to +15.
+
+        With PDL kernels load their first tiles early by themselves. Of O and QKV the first bytes again; of down what is
+        needed first after what its first programs load; of gate/up, which takes nine rounds of its programs, what the
+        seventh begins with: those reads are then spared while memory is busy. Gate/up and down are asked for even
+        before the projection has its input.
 
         - Gate/up by O: none 1898, 2 MiB 1889, 3 MiB 1888, 5 MiB 1891, 4 MiB that the first programs load too 1895.
           3 MiB of its second round 1836, 5th 1835, 6th and 7th 1832, 8th 1834; at 512 1896, 1899, 1896, 1895, 1894,
@@ -122,11 +133,19 @@ class FusedDecoder(CapturedDecoder):
         - O by QKV, at 128 / 512 / 2048: none 1818 / 1868 / 2033, 0.5 MiB 1814 / 1862 / 2030, 1 MiB 1811 / 1862 / 2030,
           2 MiB no gain, 4 MiB +15 to +25; before its input +100.
         """
-        if not self.pdl:
-            return dict.fromkeys(("o", "gate_up", "down", "qkv"))
+        if INTERPRETED or device_info(self.device).capability < (9, 0):
+            return dict.fromkeys(("o", "gate_up", "down", "following"))
         layers = self.model.model.layers
         mlp = layers[index].mlp
         gate_up, down = mlp.gate_up_proj.weight, mlp.down_proj.weight
+        last = index + 1 == len(layers)
+        following = self.model.lm_head if last else layers[index + 1].self_attn.qkv_proj
+        hints = {
+            "o": Prefetch(layers[index].self_attn.o_proj.weight, 1 << 20),
+            "following": Prefetch(following.weight, (2 if self.pdl else 4) << 20),
+        }
+        if not self.pdl:
+            return {**hints, "gate_up": Prefetch(gate_up, 4 << 20, parts=2), "down": Prefetch(down, 4 << 20)}
         sm_count = device_info(self.device).sm_count
 
         def first_wave_bytes(weight, parts):
@@ -137,10 +156,9 @@ class FusedDecoder(CapturedDecoder):
         gate_up_round = first_wave_bytes(gate_up, 2)
         rounds_ahead = max(1, round(gate_up.nbytes // 2 / gate_up_round * 2 / 3))
         return {
-            "o": Prefetch(layers[index].self_attn.o_proj.weight, 1 << 20),
+            **hints,
             "gate_up": Prefetch(gate_up, 3 << 20, parts=2, skip=rounds_ahead * gate_up_round, early=True),
             "down": Prefetch(down, 3 << 20, skip=first_wave_bytes(down, 1), early=True),
-            "qkv": Prefetch(layers[index + 1].self_attn.qkv_proj.weight, 2 << 20) if index + 1 < len(layers) else None,
         }
 
 

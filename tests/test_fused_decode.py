@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from kernels import fused_decode_wrapper
-from kernels.device import TRITON_VERSION, _cuda_driver, device_info, pdl_supported, prefer_carveout
+from kernels.device import (
+    TRITON_VERSION,
+    DeviceInfo,
+    _cuda_driver,
+    device_info,
+    pdl_supported,
+    prefer_carveout,
+    pretend_device,
+)
 from kernels.fused_decode_wrapper import (
     AttentionConfig,
     MatvecConfig,
@@ -363,7 +371,10 @@ def test_prefetch_shares_are_whole_16_bytes_within_the_weight(device):
     assert Prefetch(weight, 4096, parts=2, skip=4096).share(1) == 0, "nothing is left"
     assert Prefetch(weight.flatten()[1:4001], 4096).share(2) == 0, "not aligned"
     for hint in ({"prefetch": Prefetch(weight, 64)}, {"config": MatvecConfig(1, 64, 1, 8, look_ahead=4)}):
-        with pytest.raises(ValueError, match="go with pdl=True"):
+        with (
+            pretend_device(DeviceInfo((8, 9), 24, 101376)),
+            pytest.raises(ValueError, match="need compute capability 9"),
+        ):
             matvec(weight[0], weight, weight[1].clone(), **hint)
 
 
@@ -372,7 +383,10 @@ def test_look_ahead_stays_within_the_weight(n, k, gated):
     config = matvec_config(n, k, 2, 132, gated=gated, pdl=True)
     assert 0 < config.look_ahead <= config.programs
     assert (config.look_ahead + config.programs) * config.rows <= n
-    assert matvec_config(n, k, 2, 132, gated=gated).look_ahead == 0
+    for prefetched, most in ((False, 2), (True, 1)):
+        without_pdl = matvec_config(n, k, 2, 132, gated=gated, prefetched=prefetched)
+        assert without_pdl.look_ahead == 0
+        assert (most - 1) * without_pdl.programs < n / without_pdl.rows <= most * without_pdl.programs
     assert matvec_config(n + 1, k, 2, 132, pdl=True).look_ahead == 0, "its last tile is not whole"
     assert config.first_wave_rows(132) == config.rows * config.programs
     assert MatvecConfig(4, 4096, 16, 768).first_wave_rows(132) == 4 * 264
@@ -386,7 +400,8 @@ def test_look_ahead_takes_only_weights_on_16_bytes(monkeypatch, device):
     storage, x = (torch.zeros(n, dtype=torch.float16, device=device) for n in (16 * 64 + 8, 64))
     for offset, hint in ((0, True), (8, True), (1, False)):
         weight = storage[offset : offset + 16 * 64].view(16, 64)
-        matvec(x, weight, torch.empty_like(x[:16]), pdl=True, config=MatvecConfig(1, 64, 1, 8, look_ahead=4))
+        with pretend_device(DeviceInfo((9, 0), 132, 232448)):
+            matvec(x, weight, torch.empty_like(x[:16]), pdl=True, config=MatvecConfig(1, 64, 1, 8, look_ahead=4))
         assert launched["LOOK_AHEAD"] == hint
 
 
@@ -498,10 +513,10 @@ def test_pdl_gives_the_same_bits():
         for _ in range(8):
             matvec(h, weights[0], qkv, gain=gain, eps=EPS, pdl=pdl)
             rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, attn, workspace, pdl=pdl)
-            ahead = Prefetch(weights[2], 1 << 20, parts=2, skip=4096, early=True) if pdl else None
+            ahead = Prefetch(weights[2], 1 << 20, parts=2, skip=4096, early=pdl)
             matvec(attn, weights[1], h, residual=True, pdl=pdl, early=True, prefetch=ahead)
-            loop = MatvecConfig(1, 1024, 4, 924, look_ahead=528 if pdl else 0)
-            ahead = Prefetch(weights[3], 1 << 20) if pdl else None
+            loop = MatvecConfig(1, 1024, 4, 924, look_ahead=528) if pdl else None
+            ahead = Prefetch(weights[3], 1 << 20)
             matvec(h, weights[2], act, gain=gain, eps=EPS, gated=True, pdl=pdl, config=loop, prefetch=ahead)
             matvec(act, weights[3], h, residual=True, pdl=pdl, early=True)
         return h

@@ -168,8 +168,11 @@ def test_a_triton_that_cannot_compile_the_kernels_is_refused(monkeypatch):
         make_decoder("fused", model, poisoned_cache(model, 8))
 
 
-def test_where_the_prefetches_of_phi_3_mini_lie():
-    """Phi-3-mini on an H200: gate/up takes 9 rounds of 924 rows, of which the seventh is asked for."""
+def test_where_the_prefetches_of_phi_3_mini_lie(monkeypatch):
+    """Phi-3-mini on an H200: gate/up takes 9 rounds of 924 rows, of which the seventh is asked for; without PDL, what
+    is needed first.
+    """
+    monkeypatch.setattr(phi3_decode_fused, "INTERPRETED", False)
 
     def linear(rows, columns):
         return SimpleNamespace(weight=torch.empty(rows, columns, dtype=torch.float16, device="meta"))
@@ -178,15 +181,27 @@ def test_where_the_prefetches_of_phi_3_mini_lie():
         mlp=SimpleNamespace(gate_up_proj=linear(16384, 3072), down_proj=linear(3072, 8192)),
         self_attn=SimpleNamespace(qkv_proj=linear(9216, 3072), o_proj=linear(3072, 3072)),
     )
-    model = SimpleNamespace(model=SimpleNamespace(layers=[layer, layer]))
-    with pretend_device(DeviceInfo((9, 0), 132, 232448)):
-        decoder = SimpleNamespace(pdl=True, device=torch.device("cpu"), model=model)
-        ahead = FusedDecoder._prefetches(decoder, 0)
-        assert FusedDecoder._prefetches(decoder, 1)["qkv"] is None, "the last layer has no next one"
-    assert {name: (hint.skip, hint.parts, hint.share(132)) for name, hint in ahead.items()} == {
-        "o": (0, 1, 7936), "gate_up": (6 * 924 * 3072 * 2, 2, 11904), "down": (4 * 264 * 8192 * 2, 1, 23824),
-        "qkv": (0, 1, 15872),
+    model = SimpleNamespace(model=SimpleNamespace(layers=[layer, layer]), lm_head=linear(32064, 3072))
+
+    def hints(pdl, capability=(9, 0), index=0):
+        decoder = SimpleNamespace(pdl=pdl, device=torch.device("cpu"), model=model)
+        with pretend_device(DeviceInfo(capability, 132, 232448)):
+            return FusedDecoder._prefetches(decoder, index)
+
+    def places(pdl):
+        return {name: (hint.skip, hint.parts, hint.share(132), hint.early) for name, hint in hints(pdl).items()}
+
+    assert places(True) == {
+        "o": (0, 1, 7936, False), "gate_up": (6 * 924 * 3072 * 2, 2, 11904, True),
+        "down": (4 * 264 * 8192 * 2, 1, 23824, True), "following": (0, 1, 15872, False),
     }  # fmt: skip
+    assert places(False) == {
+        "o": (0, 1, 7936, False), "gate_up": (0, 2, 15872, False), "down": (0, 1, 31760, False),
+        "following": (0, 1, 31760, False),
+    }  # fmt: skip
+    assert hints(False)["following"].weight is layer.self_attn.qkv_proj.weight
+    assert hints(False, index=1)["following"].weight is model.lm_head.weight, "behind the last layer"
+    assert set(hints(False, capability=(8, 9)).values()) == {None}
 
 
 def test_adapters_and_offloaded_weights_are_refused():
