@@ -170,17 +170,15 @@ def table_line(cache_len, rows, bandwidth):
     floor_us = 1e3 * counts.floor_ms(rows[OURS].get("bytes", 0), bandwidth)
 
     def us(row):
-        if row is None:  # a result file from before this row was measured
-            return "-"
         return f"{1e3 * row['median_ms']:.1f}" if row["status"] == common.PASSED else row["status"]
 
     if ours["status"] != common.PASSED or best is None:
-        return (cache_len, "-", us(rows.get(READ)), us(ours), us(rows[OURS_ON_DEVICE]), "-", "-", "-", "-", "-"), None
+        return (cache_len, "-", us(rows[READ]), us(ours), us(rows[OURS_ON_DEVICE]), "-", "-", "-", "-", "-"), None
     share = common.share_text(ours["gb_per_s"], bandwidth)
     # A rate that memory cannot deliver is a fault of the measurement, not a win.
     gain = best["median_ms"] / ours["median_ms"] if ours["share"] <= common.IMPOSSIBLE_SHARE else None
     return (
-        cache_len, f"{floor_us:.1f}", us(rows.get(READ)), us(ours), us(rows[OURS_ON_DEVICE]), f"{ours['gb_per_s']:.0f}",
+        cache_len, f"{floor_us:.1f}", us(rows[READ]), us(ours), us(rows[OURS_ON_DEVICE]), f"{ours['gb_per_s']:.0f}",
         share, us(best), best["case"]["contender"], f"{gain:.2f}x" if gain is not None else "-",
     ), gain  # fmt: skip
 
