@@ -115,7 +115,7 @@ def style_of(name):
 
 
 def label_of(name):
-    return name if name.startswith(("triton", "grouped", "plain")) else f"SDPA {name}"
+    return f"SDPA {name}" if name in contenders.BACKENDS else name
 
 
 def thousands(length):
