@@ -112,11 +112,11 @@ class FusedDecoder(CapturedDecoder):
         otherwise (one H200 for each sentence, 2026-11).
 
         Without PDL memory idles between two kernels, and the first bytes of the next one, which it loads as well, fill
-        the gap, asked for right behind the projection's own loads: none 2094, 1 MiB for each 2083, 1.5 MiB 2080, 2 MiB
+        the gap, asked for once the projection has its own: none 2094, 1 MiB for each 2083, 1.5 MiB 2080, 2 MiB
         2081, 3 MiB 2093. Of O 2 MiB instead of 1 MiB +4; of QKV 3 MiB instead of 2 MiB -3; of down 1 MiB instead of
         2 MiB -5. With programs of one tile each (see matvec_config), of O 1 MiB and of gate/up, down, QKV 3, 1, 3 MiB
         2045, 4, 2, 4 2039, 4, 4, 4 2034, 5, 3, 5 2035, 6, 2, 6 2038, 8, 2, 8 2051; at 512 2079, 2075, 2073, 2071, 2075,
-        at 2048 2247, 2240, 2241, 2242, 2243. Later rows 0 to +8, once the first tile is there +2 to +15.
+        at 2048 2247, 2240, 2241, 2242, 2243. Later rows 0 to +8, before x is asked for +2 to +15.
 
         With PDL kernels load their first tiles early by themselves. Of O and QKV the first bytes again; of down what is
         needed first after what its first programs load; of gate/up, which takes nine rounds of its programs, what the
