@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import common, contenders, counts, decode_ladder
+from benchmarks import common, compare_decode_latency, contenders, counts, decode_ladder
 
 # isort: split
 import cli
@@ -106,7 +106,7 @@ def best_by(rows, x, value, better):
 def style_of(name):
     ours = name == "triton"
     color = OURS_COLOR if name.startswith("triton") else BACKEND_COLORS.get(name, GREY)
-    if name == "plain read":
+    if name == compare_decode_latency.READ:
         return {"color": FLOOR_COLOR, "linewidth": 1, "linestyle": ":", "zorder": 2}
     return {
         "color": color, "linewidth": 2 if ours else 1.2, "marker": "o", "markersize": 3.5 if ours else 2.5,

@@ -24,6 +24,7 @@ from kernels.device import (
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NO_WINDOW = 2**31 - 1
+ROOMY = 1.75  # programs per multiprocessor, of two: an eighth of the places is left to the next launch
 
 
 class DecodeLaunch(NamedTuple):
@@ -96,8 +97,8 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     # An eighth of the places is left to the next launch's programs, where whole splits fill the others. Only batch 1
     # was measured.
     roomy = pdl and tensor_cores and batch == 1 and single and far and keys_per_sm <= 2048
-    roomy = roomy and _whole_splits(int(1.75 * device.sm_count), num_kv_heads) > 0
-    programs_per_sm = 1 if tma or not single else 1.75 if roomy else 2
+    roomy = roomy and _whole_splits(int(ROOMY * device.sm_count), num_kv_heads) > 0
+    programs_per_sm = 1 if tma or not single else ROOMY if roomy else 2
     # So few keys are walked sooner than the results of splits are merged.
     short = max_len <= 128 and single
     if tma:

@@ -71,9 +71,14 @@ def pow2_floor(n):
     return 1 << (n.bit_length() - 1)
 
 
+def prefetch_supported(device):
+    """Whether kernels on ``device``, a DeviceInfo, can ask L2 for whole blocks of bytes: compute capability 9.0+."""
+    return not INTERPRETED and device.capability >= (9, 0)
+
+
 def pdl_supported(device):
     """Whether kernels on ``device``, a DeviceInfo, can use PDL: compute capability 9.0+ and a Triton that has it."""
-    return TRITON_HAS_PDL and not INTERPRETED and device.capability >= (9, 0)
+    return TRITON_HAS_PDL and prefetch_supported(device)
 
 
 def stride_unit(*strides):

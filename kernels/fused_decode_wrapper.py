@@ -13,7 +13,15 @@ import triton
 
 from kernels.decode_attention_triton import STATE_WIDTH
 from kernels.decode_attention_wrapper import split_head_dim
-from kernels.device import check_launchable, device_info, launch_options, pow2_floor, prefer_carveout, stride_unit
+from kernels.device import (
+    check_launchable,
+    device_info,
+    launch_options,
+    pow2_floor,
+    prefer_carveout,
+    prefetch_supported,
+    stride_unit,
+)
 from kernels.fused_decode_triton import EMPTY_KEY, _embed_kernel, _matvec_kernel, _rope_attention_kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -253,7 +261,7 @@ def matvec(
             tensors[name] = (tensor, tensor.shape if name == "history" else (1,), dtype)
     _check(x, **tensors)
     device = device_info(x.device)
-    sm_count, can_prefetch = device.sm_count, device.capability >= (9, 0)
+    sm_count, can_prefetch = device.sm_count, prefetch_supported(device)
     if config is None:
         config = matvec_config(
             N, K, x.element_size(), sm_count, gated=gated, pdl=pdl, choice=choice is not None, prefetched=can_prefetch

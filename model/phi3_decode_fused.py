@@ -7,7 +7,7 @@ model's dtype, rounded once per projection; everything inside a kernel is float3
 import torch
 
 from kernels import INTERPRETED
-from kernels.device import TRITON_VERSION, device_info, pdl_supported
+from kernels.device import TRITON_VERSION, device_info, pdl_supported, prefetch_supported
 from kernels.fused_decode_wrapper import (
     Prefetch,
     attention_workspace,
@@ -108,7 +108,7 @@ class FusedDecoder(CapturedDecoder):
         """What each projection of a layer asks L2 for: a Prefetch by the name of the next one, or None.
 
         ``following`` is the next layer's QKV, or the LM head (against nothing there -1 to -3, with and without PDL).
-        It needs compute capability 9.0. Microseconds per token of Phi-3-mini in float16, at context 128 unless said
+        See prefetch_supported for where. Microseconds per token of Phi-3-mini in float16, at context 128 unless said
         otherwise (one H200 for each sentence, 2026-11).
 
         Without PDL memory idles between two kernels, and the first bytes of the next one, which it loads as well, fill
@@ -133,7 +133,8 @@ class FusedDecoder(CapturedDecoder):
         - O by QKV, at 128 / 512 / 2048: none 1818 / 1868 / 2033, 0.5 MiB 1814 / 1862 / 2030, 1 MiB 1811 / 1862 / 2030,
           2 MiB no gain, 4 MiB +15 to +25; before its input +100.
         """
-        if INTERPRETED or device_info(self.device).capability < (9, 0):
+        device = device_info(self.device)
+        if not prefetch_supported(device):
             return dict.fromkeys(("o", "gate_up", "down", "following"))
         layers = self.model.model.layers
         mlp = layers[index].mlp
@@ -146,7 +147,7 @@ class FusedDecoder(CapturedDecoder):
         }
         if not self.pdl:
             return {**hints, "gate_up": Prefetch(gate_up, 4 << 20, parts=2), "down": Prefetch(down, 4 << 20)}
-        sm_count = device_info(self.device).sm_count
+        sm_count = device.sm_count
 
         def first_wave_bytes(weight, parts):
             rows, columns = weight.shape[0] // parts, weight.shape[1]

@@ -81,10 +81,13 @@ def fake_gpu(no_gpu, monkeypatch):
     monkeypatch.setattr(common, "measure_cold", measure_cold)
     monkeypatch.setattr(common, "peak_memory_bytes", lambda function: (function(), 1000)[1])
     monkeypatch.setattr(common, "read_bandwidth_gb_per_s", lambda: 100.0)
-    # The interpreter's sums do not wrap around.
-    wrapping = lambda source, out, block, num_warps: out.copy_(source.view(-1, block).sum(1, dtype=torch.int32))  # noqa: E731
-    monkeypatch.setattr(common, "read_sum", wrapping)
+    monkeypatch.setattr(common, "read_sum", read_sum)
     return no_gpu
+
+
+def read_sum(source, out, block, num_warps):
+    """common.read_sum, whose sums do not wrap around in the interpreter."""
+    out.copy_(source.view(-1, block).sum(1, dtype=torch.int32))
 
 
 def measure_cold(contenders, *, warmup, samples):

@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from kernels.decode_attention_wrapper import choose_launch, decode_attention_with_lse
-from kernels.device import device_info, pdl_supported, tma_fits
+from kernels.device import device_info, pdl_supported, prefetch_supported, tma_fits
 from kernels.flash_attention_wrapper import flash_attention
 from kernels.fused_decode_wrapper import MatvecConfig, Prefetch, matvec
 from kv_cache.kv_layout import KVCache
@@ -68,7 +68,7 @@ def flash_attention_cases():
 
 def prefetch_cases():
     """Products that ask L2 for their own second tiles and for another weight, up to the last byte of both."""
-    if device_info(DEVICE).capability < (9, 0):
+    if not prefetch_supported(device_info(DEVICE)):
         return
     x = torch.randn(256, dtype=torch.float16, device=DEVICE)
     weight = torch.randn(512, 256, dtype=torch.float16, device=DEVICE) / 16

@@ -66,6 +66,17 @@ def test_out_of_memory_is_a_row(monkeypatch, fake_gpu, small):
     assert [row["status"] for row in fake_gpu.rows("compare_decode_latency")] == [common.OOM]
 
 
+def test_a_plain_read_that_skips_something_is_refused(monkeypatch, fake_gpu):
+    caches = torch.randn(3, 200, dtype=torch.float16)
+    assert len(script.plain_reads(caches)) == 3
+    whole = common.read_sum
+    monkeypatch.setattr(
+        common, "read_sum", lambda source, out, *args, **options: whole(source * 0, out, *args, **options)
+    )
+    with pytest.raises(RuntimeError, match="reads something else"):
+        script.plain_reads(caches)
+
+
 def test_gain_is_against_the_fastest_other_and_an_impossible_rate_gains_nothing():
     def row(name, ms, share=0.5):
         case = {"contender": name}

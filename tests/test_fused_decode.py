@@ -397,11 +397,11 @@ def test_look_ahead_takes_only_weights_on_16_bytes(monkeypatch, device):
     launched = {}
     kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *args, **options: launched.update(options)})
     monkeypatch.setattr(fused_decode_wrapper, "_matvec_kernel", kernel())
+    monkeypatch.setattr(fused_decode_wrapper, "prefetch_supported", lambda device: True)
     storage, x = (torch.zeros(n, dtype=torch.float16, device=device) for n in (16 * 64 + 8, 64))
     for offset, hint in ((0, True), (8, True), (1, False)):
         weight = storage[offset : offset + 16 * 64].view(16, 64)
-        with pretend_device(DeviceInfo((9, 0), 132, 232448)):
-            matvec(x, weight, torch.empty_like(x[:16]), pdl=True, config=MatvecConfig(1, 64, 1, 8, look_ahead=4))
+        matvec(x, weight, torch.empty_like(x[:16]), pdl=True, config=MatvecConfig(1, 64, 1, 8, look_ahead=4))
         assert launched["LOOK_AHEAD"] == hint
 
 

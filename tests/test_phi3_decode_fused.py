@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernels import device
 from kernels.device import DeviceInfo, pretend_device
 from kv_cache.kv_layout import KVCache
 from model import phi3_decode_fused
@@ -172,7 +173,7 @@ def test_where_the_prefetches_of_phi_3_mini_lie(monkeypatch):
     """Phi-3-mini on an H200: gate/up takes 9 rounds of 924 rows, of which the seventh is asked for; without PDL, what
     is needed first.
     """
-    monkeypatch.setattr(phi3_decode_fused, "INTERPRETED", False)
+    monkeypatch.setattr(device, "INTERPRETED", False)
 
     def linear(rows, columns):
         return SimpleNamespace(weight=torch.empty(rows, columns, dtype=torch.float16, device="meta"))
