@@ -355,37 +355,46 @@ def _v_dims(place, COLUMN: tl.constexpr, WIDTH: tl.constexpr, DIRECT: tl.constex
 
 
 @triton.jit
-def _load_runs(ptr, t, end, stride_t, dim, RUN: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr):
-    """[N, RUN]: of each of N positions t its dims from ``dim`` on; 0 from ``end`` on and, if MASKED, from dim D on."""
-    dims = dim[:, None] + tl.arange(0, RUN)[None, :]
-    mask = (t < end)[:, None]
+def _load_runs(
+    ptr, left, t, dim, later, COLUMN, STRIDE_T: tl.constexpr, RUN: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """[N, RUN]: of N positions t + later their dims from dim + COLUMN on; 0 from position ``left`` on and, if MASKED,
+    from dim D on.
+
+    t and dim differ between lanes, later and COLUMN only between loads. So a thread computes one address and one
+    limit, and its loads differ from these by constants of the instructions.
+    """
+    i = tl.arange(0, RUN)[None, :]
+    ptrs = ptr + (t * STRIDE_T + dim)[:, None] + (later * STRIDE_T + COLUMN)[:, None] + i
+    mask = (later < left - t)[:, None]
     if MASKED:
-        mask = mask & (dims < D)
-    return tl.load(ptr + (t.to(tl.int64) * stride_t)[:, None] + dims, mask=mask, other=0.0)
+        mask = mask & ((dim + COLUMN)[:, None] + i < D)
+    return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
 def _load_k(
-    ptr, start, end, stride_t,
-    COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, WARPS: tl.constexpr, KEYS: tl.constexpr,
+    ptr, left, STRIDE_T: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    WARPS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Keys [WARPS, KEYS, WIDTH] from ``start`` on: dims COLUMN .. COLUMN + WIDTH, at K's places."""
+    """Keys [WARPS, KEYS, WIDTH] from ptr on: dims COLUMN .. COLUMN + WIDTH, at K's places; 0 from key ``left`` on."""
     RUN: tl.constexpr = 8 if WIDTH >= 32 else WIDTH // 4
     CHUNKS: tl.constexpr = WIDTH // (4 * RUN)
     # The compiler deals out a load's rows, here the runs, to lanes, then to warps, and then starts over.
     run = tl.arange(0, KEYS // 8 * CHUNKS * WARPS * 32)  # (eight, chunk, warp, n, c)
     c, n, warp, rest = run % 4, run // 4 % 8, run // 32 % WARPS, run // (32 * WARPS)
     chunk, eight = rest % CHUNKS, rest // CHUNKS
-    t = start + warp * KEYS + eight * 8 + n
-    k = _load_runs(ptr, t, end, stride_t, COLUMN + (chunk * 4 + c) * RUN, RUN, COLUMN + WIDTH > D, D)
+    k = _load_runs(
+        ptr, left, warp * KEYS + n, c * RUN, eight * 8, COLUMN + chunk * 4 * RUN, STRIDE_T, RUN, COLUMN + WIDTH > D, D
+    )  # fmt: skip
     k = tl.reshape(k, [KEYS // 8, CHUNKS, WARPS, 8, 4, RUN // 2, 2])
     return tl.reshape(tl.permute(k, (2, 0, 3, 1, 5, 4, 6)), [WARPS, KEYS, WIDTH])
 
 
 @triton.jit
 def _load_v(
-    ptr, start, end, stride_t,
-    COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, WARPS: tl.constexpr, KEYS: tl.constexpr,
+    ptr, left, STRIDE_T: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    WARPS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Values [WARPS, KEYS, WIDTH] as _load_k's keys, at V's places."""
     RUN: tl.constexpr = 8 if WIDTH >= 64 else WIDTH // 8
@@ -393,34 +402,42 @@ def _load_v(
     run = tl.arange(0, KEYS // 4 * CHUNKS * WARPS * 32)  # (eight, b, chunk, warp, n, c)
     c, n, warp, rest = run % 4, run // 4 % 8, run // 32 % WARPS, run // (32 * WARPS)
     chunk, b, eight = rest % CHUNKS, rest // CHUNKS % 2, rest // (2 * CHUNKS)
-    t = start + warp * KEYS + eight * 8 + c * 2 + b
-    v = _load_runs(ptr, t, end, stride_t, COLUMN + (chunk * 8 + n) * RUN, RUN, COLUMN + WIDTH > D, D)
+    v = _load_runs(
+        ptr, left, warp * KEYS + c * 2, n * RUN, eight * 8 + b, COLUMN + chunk * 8 * RUN,
+        STRIDE_T, RUN, COLUMN + WIDTH > D, D,
+    )  # fmt: skip
     v = tl.reshape(v, [KEYS // 8, 2, CHUNKS, WARPS, 8, 4, RUN])
     return tl.reshape(tl.permute(v, (3, 0, 5, 1, 2, 6, 4)), [WARPS, KEYS, WIDTH])
 
 
 @triton.jit
 def _load_in_order(
-    ptr, start, end, stride_t,
-    COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, WARPS: tl.constexpr, KEYS: tl.constexpr,
+    ptr, left, STRIDE_T: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    WARPS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Keys or values [WARPS, KEYS, WIDTH] from ``start`` on, every dim at its own place."""
-    t = start + tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
-    return _load_columns(ptr + t.to(tl.int64) * stride_t, t < end, COLUMN, WIDTH, D)
+    t = tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    return _load_columns(ptr + t * STRIDE_T, t < left, COLUMN, WIDTH, D)
 
 
 @triton.jit
 def _load_tile(
-    k_ptr, v_ptr, start, end, stride_kt, stride_vt, D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr,
-    WARPS: tl.constexpr, KEYS: tl.constexpr, DIRECT: tl.constexpr,
+    k_ptr, v_ptr, start, end, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, D: tl.constexpr, D_LO: tl.constexpr,
+    D_HI: tl.constexpr, WARPS: tl.constexpr, KEYS: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """WARPS * KEYS positions of one head's K and V, each in two column ranges."""
+    """WARPS * KEYS positions of one head's K and V, from ``start`` on, each in two column ranges; 0 from ``end`` on.
+
+    One address per thread, which the loads differ from by numbers that the compiler knows.
+    """
     load_k: tl.constexpr = _load_k if DIRECT else _load_in_order
     load_v: tl.constexpr = _load_v if DIRECT else _load_in_order
-    k_lo = load_k(k_ptr, start, end, stride_kt, 0, D_LO, D, WARPS, KEYS)
-    k_hi = load_k(k_ptr, start, end, stride_kt, D_LO, D_HI, D, WARPS, KEYS) if D_HI else k_lo
-    v_lo = load_v(v_ptr, start, end, stride_vt, 0, D_LO, D, WARPS, KEYS)
-    v_hi = load_v(v_ptr, start, end, stride_vt, D_LO, D_HI, D, WARPS, KEYS) if D_HI else v_lo
+    k_ptr += start.to(tl.int64) * STRIDE_KT
+    v_ptr += start.to(tl.int64) * STRIDE_VT
+    left = end - start
+    k_lo = load_k(k_ptr, left, STRIDE_KT, 0, D_LO, D, WARPS, KEYS)
+    k_hi = load_k(k_ptr, left, STRIDE_KT, D_LO, D_HI, D, WARPS, KEYS) if D_HI else k_lo
+    v_lo = load_v(v_ptr, left, STRIDE_VT, 0, D_LO, D, WARPS, KEYS)
+    v_hi = load_v(v_ptr, left, STRIDE_VT, D_LO, D_HI, D, WARPS, KEYS) if D_HI else v_lo
     return k_lo, k_hi, v_lo, v_hi
 
 
@@ -438,9 +455,9 @@ def _rope_attention_kernel(
     window,
     scale,
     stride_kh,
-    stride_kt,
     stride_vh,
-    stride_vt,
+    STRIDE_KT: tl.constexpr,
+    STRIDE_VT: tl.constexpr,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -466,8 +483,7 @@ def _rope_attention_kernel(
     them and for its reasons: warps meet once, at the end. The query is one row of a product's 16, the others repeat it.
     """
     _launch_next(PDL)
-    stride_kh, stride_kt = _in_units(stride_kh, STRIDE_UNIT), _in_units(stride_kt, STRIDE_UNIT)
-    stride_vh, stride_vt = _in_units(stride_vh, STRIDE_UNIT), _in_units(stride_vt, STRIDE_UNIT)
+    stride_kh, stride_vh = _in_units(stride_kh, STRIDE_UNIT), _in_units(stride_vh, STRIDE_UNIT)
     head = tl.program_id(0)
     split = tl.program_id(1)
     kv_head = head // (HQ // HKV)
@@ -484,7 +500,7 @@ def _rope_attention_kernel(
     k_ptr += kv_head.to(tl.int64) * stride_kh
     v_ptr += kv_head.to(tl.int64) * stride_vh
     k_lo, k_hi, v_lo, v_hi = _load_tile(
-        k_ptr, v_ptr, start, position, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS, DIRECT
+        k_ptr, v_ptr, start, position, STRIDE_KT, STRIDE_VT, D, D_LO, D_HI, WARPS, KEYS, DIRECT
     )  # fmt: skip
     ROWS: tl.constexpr = 8  # equal ones that leave a product of 16, see _spread
     k_dims_lo = _k_dims(0, D_LO, DIRECT)
@@ -510,8 +526,8 @@ def _rope_attention_kernel(
             qkv_ptr, head, kv_head, owns_new, k_dims_hi, v_dims_hi, cos_hi, sin_hi, HQ, HKV, D, ROTARY
         )  # fmt: skip
     writes = owns_new & (head % (HQ // HKV) == 0)
-    k_row = k_ptr + position.to(tl.int64) * stride_kt
-    v_row = v_ptr + position.to(tl.int64) * stride_vt
+    k_row = k_ptr + position.to(tl.int64) * STRIDE_KT
+    v_row = v_ptr + position.to(tl.int64) * STRIDE_VT
     tl.store(k_row + k_dims_lo, k_new_lo, mask=writes & (k_dims_lo < D))
     tl.store(v_row + v_dims_lo, v_new_lo, mask=writes & (v_dims_lo < D))
     if D_HI:
@@ -544,7 +560,7 @@ def _rope_attention_kernel(
         # Only now: loads any earlier need a second set of registers, that is, fewer programs per multiprocessor.
         if tile + step < position:
             k_lo, k_hi, v_lo, v_hi = _load_tile(
-                k_ptr, v_ptr, tile + step, position, stride_kt, stride_vt, D, D_LO, D_HI, WARPS, KEYS, DIRECT
+                k_ptr, v_ptr, tile + step, position, STRIDE_KT, STRIDE_VT, D, D_LO, D_HI, WARPS, KEYS, DIRECT
             )  # fmt: skip
 
     # Only now: this sum passes between warps, which the products need not wait for.

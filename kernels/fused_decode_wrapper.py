@@ -333,14 +333,14 @@ def rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, 
     warps = min(config.num_warps, config.block_t // 16)
     # K and V go to the tensor cores directly where there are some, and a warp for each set of keys.
     direct = qkv.element_size() == 2 and device_info(qkv.device).capability >= (8, 0) and warps == config.num_warps
-    strides = (*k_cache.stride()[:2], *v_cache.stride()[:2])
+    head_strides = k_cache.stride(0), v_cache.stride(0)
     _rope_attention_kernel[(Hq, config.splits)](
         qkv, cos, sin, lengths, k_cache, v_cache, out, workspace.partial, workspace.arrived,
         T_max if window is None else window, D**-0.5 if scale is None else scale,
-        *strides,
+        *head_strides, STRIDE_KT=k_cache.stride(1), STRIDE_VT=v_cache.stride(1),
         HQ=Hq, HKV=Hkv, D=D, D_PAD=triton.next_power_of_2(D), D_LO=d_lo, D_HI=d_hi, ROTARY=2 * half,
         SPLITS=config.splits, BLOCK_T=config.block_t, WARPS=warps, DIRECT=direct,
-        STRIDE_UNIT=stride_unit(*strides), PDL=pdl,
+        STRIDE_UNIT=stride_unit(*head_strides), PDL=pdl,
         **launch_options(pdl, num_warps=config.num_warps, num_stages=1),
     )  # fmt: skip
     return out
