@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels.device import TRITON_VERSION, _launch_next, _wait_for_previous
+from kernels.device import TRITON_VERSION, _launch_next, _wait_for_previous, _wait_once_known
 
 INTERPRETED = tl.constexpr(kernels.INTERPRETED)
 JOINS = tl.constexpr(TRITON_VERSION >= (3, 4))  # Triton 3.3 finds no layout for the join of what two warps have
@@ -163,9 +163,10 @@ def _load_pieces(row_ptrs, mask_row, COLUMN: tl.constexpr, WIDTH: tl.constexpr, 
     """_load_columns of rows [R], in loads of PIECE columns.
 
     Where a load has fewer elements than the program has threads, Triton lets each thread load what a product wants of
-    it. Larger ones pass through shared memory, and loads of keys behind them in the program wait for that.
+    it. Larger ones pass through shared memory, and loads of keys behind them in the program wait for that. Triton 3.3
+    cannot join the pieces.
     """
-    COLUMNS: tl.constexpr = PIECE if PIECE < WIDTH else WIDTH
+    COLUMNS: tl.constexpr = PIECE if PIECE < WIDTH and JOINS else WIDTH
     pieces = ()
     for i in tl.static_range(WIDTH // COLUMNS):
         pieces += (_load_columns(row_ptrs, mask_row, COLUMN + i * COLUMNS, COLUMNS, D),)
@@ -248,10 +249,10 @@ def _split_last(x):
 
 @triton.jit
 def _unstack(x):
-    """x [..., W], W up to 8, as a tuple of W tensors [...]; those of neighbours are half the tuple apart."""
+    """x [..., W], W up to 16, as a tuple of W tensors [...]; those of neighbours are half the tuple apart."""
     SHAPE: tl.constexpr = x.shape[:-1]
     tensors = (x,)
-    for _ in tl.static_range(3):
+    for _ in tl.static_range(4):
         if len(tensors) < x.shape[len(SHAPE)]:
             halves = ()
             for i in tl.static_range(len(tensors)):
@@ -265,18 +266,24 @@ def _unstack(x):
 
 
 @triton.jit
-def _weighted_sum(terms, weights):
-    """Of two tuples, neighbours (see _unstack) first: in pairs less is lost than one after the other."""
-    sums = ()
-    for i in tl.static_range(len(terms)):
-        sums += (terms[i] * weights[i],)
-    for _ in tl.static_range(3):
-        if len(sums) > 1:
+def _sum_tuple(terms):
+    """Sum of a tuple, neighbours (see _unstack) first: in pairs less is lost than one after the other."""
+    for _ in tl.static_range(4):
+        if len(terms) > 1:
             pairs = ()
-            for i in tl.static_range(len(sums) // 2):
-                pairs += (sums[i] + sums[len(sums) // 2 + i],)
-            sums = pairs
-    return sums[0]
+            for i in tl.static_range(len(terms) // 2):
+                pairs += (terms[i] + terms[len(terms) // 2 + i],)
+            terms = pairs
+    return terms[0]
+
+
+@triton.jit
+def _weighted_sum(terms, weights):
+    """Sum of two tuples' products."""
+    products = ()
+    for i in tl.static_range(len(terms)):
+        products += (terms[i] * weights[i],)
+    return _sum_tuple(products)
 
 
 @triton.jit
@@ -518,7 +525,7 @@ def _attend_piece(
     D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr, OUT_ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     ONE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
-    Q_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
+    Q_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles at start, start + step, ... of one item, as far as position stop.
 
@@ -531,10 +538,13 @@ def _attend_piece(
     head_block = item % HEAD_BLOCKS
     k_head_ptr = k_ptr + wide_batch * stride_kb + kv_head * stride_kh
     v_head_ptr = v_ptr + wide_batch * stride_vb + kv_head * stride_vh
-    # Before anything else: the addresses of q and of the tiles' own loads take a while to compute.
     ahead = tl.minimum(start + tl.arange(0, BLOCK_T), tl.maximum(stop - 1, 0)).to(tl.int64)
-    _prefetch(k_head_ptr + ahead * stride_kt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    _prefetch(v_head_ptr + ahead * stride_vt, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    k_ahead, v_ahead = k_head_ptr + ahead * stride_kt, v_head_ptr + ahead * stride_vt
+    if LATE:  # all that can be computed before is
+        _wait_once_known(k_ahead.to(tl.uint64) | v_ahead.to(tl.uint64))
+    # Before anything else: the addresses of q and of the tiles' own loads take a while to compute.
+    _prefetch(k_ahead, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    _prefetch(v_ahead, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
     offs_r = tl.arange(0, BLOCK_R) + zero
     mask_r = (offs_r < ROWS) & (head_block * ROWS + offs_r < GROUP)
     q_rows = q_ptr + wide_batch * stride_qb + (kv_head * GROUP + head_block * ROWS + offs_r) * stride_qh
@@ -609,6 +619,8 @@ def _decode_attention_split_kernel(
     stride_kb, stride_kh, stride_kt,
     stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh,
+    STRIDE_KT: tl.constexpr,  # in place of stride_kt and stride_vt, so that the compiler knows them; or None
+    STRIDE_VT: tl.constexpr,
     Hq: tl.constexpr,
     Hkv: tl.constexpr,
     D: tl.constexpr,
@@ -652,9 +664,14 @@ def _decode_attention_split_kernel(
     ITEMS: tl.constexpr = Hkv * HEAD_BLOCKS  # per sequence
     stride_kb, stride_vb = _in_units(stride_kb, STRIDE_UNIT), _in_units(stride_vb, STRIDE_UNIT)
     stride_kh, stride_vh = _in_units(stride_kh, STRIDE_UNIT), _in_units(stride_vh, STRIDE_UNIT)
-    stride_kt, stride_vt = _in_units(stride_kt, STRIDE_UNIT), _in_units(stride_vt, STRIDE_UNIT)
+    if STRIDE_KT is None:
+        stride_kt, stride_vt = _in_units(stride_kt, STRIDE_UNIT), _in_units(stride_vt, STRIDE_UNIT)
+    else:
+        stride_kt, stride_vt = STRIDE_KT, STRIDE_VT
 
-    _wait_for_previous(PDL)
+    # A length on the device may be the previous kernel's work.
+    LATE: tl.constexpr = (PDL and SPLITS_PER_ITEM) and not PER_SEQUENCE
+    _wait_for_previous(PDL and not LATE)
     if SPLITS_PER_ITEM:
         split = tl.program_id(0)
         batch = tl.program_id(1) // ITEMS
@@ -685,7 +702,7 @@ def _decode_attention_split_kernel(
             0, splits - 1, 0, 0,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
-            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, EARLY,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, EARLY, LATE,
         )  # fmt: skip
         return
 
@@ -741,6 +758,6 @@ def _decode_attention_split_kernel(
             first_program, last_program, first_slot, zero,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
-            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, False,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, False, False,
         )  # fmt: skip
         tile = piece_end
