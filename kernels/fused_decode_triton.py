@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from kernels.decode_attention_triton import (
+    JOINS,
     LOWEST,
     STATE_WIDTH,
     _accumulate,
@@ -38,6 +39,8 @@ from kernels.decode_attention_triton import (
     _spread,
     _spread_columns,
     _store_state,
+    _sum_tuple,
+    _unstack,
 )
 from kernels.device import _launch_next, _wait_for_previous
 
@@ -60,6 +63,18 @@ def _prefetch(ptr, BYTES: tl.constexpr, after):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def _fence_loads(FENCE: tl.constexpr):
+    """Keep the compiler from moving the loads above down behind those below, towards where their results are used.
+
+    By another griddepcontrol.wait (compute capability 9.0): it returns at once, but it lets no load pass.
+    """
+    if FENCE:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
 
 
 @triton.jit
@@ -115,23 +130,63 @@ def _multiply(tiles, xs, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.conste
 
 
 @triton.jit
-def _finish_rows(
-    tiles, up_tiles, xs, inverse_rms, out_ptr, rows, in_range,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Weights and x to finished outputs [ROWS], stored and returned."""
-    if RESIDUAL:
-        residual = tl.load(out_ptr + rows, mask=in_range, other=0.0).to(tl.float32)
-    products = _multiply(tiles, xs, K, ROWS, BLOCK_K)
-    if GATED:
-        # Joined, so that both sums cross the warps together.
-        y, up = tl.split(tl.sum(tl.join(products, _multiply(up_tiles, xs, K, ROWS, BLOCK_K)), axis=1))
-        y *= inverse_rms
-        y = y * tl.sigmoid(y) * (up * inverse_rms)
+def _warp_sums(x, WARPS: tl.constexpr):
+    """[..., WARPS]: each warp's sum over its part of the last dimension of x, which lies across the warps."""
+    SHAPE: tl.constexpr = x.shape[:-1]
+    PARTS: tl.constexpr = WARPS if x.shape[len(SHAPE)] > WARPS else x.shape[len(SHAPE)]
+    return tl.sum(tl.reshape(x, SHAPE + [PARTS, x.shape[len(SHAPE)] // PARTS]), axis=len(SHAPE) + 1)  # noqa: RUF005
+
+
+@triton.jit
+def _add_warps(y, up, squares, NORM: tl.constexpr, GATED: tl.constexpr):
+    """Sums over the warps: of y and of up (GATED, else y again) [ROWS, WARPS], and of squares [WARPS] (NORM, else 0)
+    -> each [ROWS].
+
+    What the warps have goes to every thread that needs it at once and is added there: one exchange through shared
+    memory for all. Reductions take two each, and everybody waits at every one.
+    """
+    VALUES: tl.constexpr = y.shape[1] * (2 if NORM else 1) * (2 if GATED else 1)  # per thread, in registers
+    norm = 0.0
+    if VALUES > 32 or not JOINS:
+        if NORM:
+            norm = tl.sum(squares, axis=0)
+        y = tl.sum(y, axis=1)
+        up = tl.sum(up, axis=1) if GATED else y
     else:
-        y = tl.sum(products, axis=1) * inverse_rms
+        if GATED:
+            y = tl.join(y, up)
+        if NORM:
+            squares = tl.broadcast_to(squares[None, :], y.shape[:2])
+            y = tl.join(y, tl.join(squares, squares) if GATED else squares)
+        if NORM or GATED:
+            y = tl.permute(y, (0, 2, 3, 1) if NORM and GATED else (0, 2, 1))
+        y = _sum_tuple(_unstack(y))
+        if NORM:
+            y, norm = tl.split(y)
+            if GATED:
+                norm, _ = tl.split(norm)
+        up = y
+        if GATED:
+            y, up = tl.split(y)
+    return y, up, norm
+
+
+@triton.jit
+def _finish_rows(
+    tiles, up_tiles, residual, xs, squares, eps, out_ptr, rows, in_range,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Weights and x to finished outputs [ROWS], stored and returned. squares: the warps' sums of those of x (NORM)."""
+    y = _warp_sums(_multiply(tiles, xs, K, ROWS, BLOCK_K), WARPS)
+    up = _warp_sums(_multiply(up_tiles, xs, K, ROWS, BLOCK_K), WARPS) if GATED else y
+    y, up, norm = _add_warps(y, up, squares, NORM, GATED)
+    inverse_rms = tl.rsqrt(norm / K + eps) if NORM else 1.0
+    y *= inverse_rms
+    if GATED:
+        y = y * tl.sigmoid(y) * (up * inverse_rms)
     if RESIDUAL:
-        y += residual
+        y += residual.to(tl.float32)
     y = y.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows, y, mask=in_range)
     return y
@@ -192,6 +247,7 @@ def _matvec_kernel(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -201,6 +257,7 @@ def _matvec_kernel(
     PREFETCH: tl.constexpr,
     PARTS: tl.constexpr,
     PREFETCH_EARLY: tl.constexpr,
+    FENCE: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -237,6 +294,11 @@ def _matvec_kernel(
     if not EARLY:
         _launch_next(PDL)
 
+    residual = rows
+    if RESIDUAL:
+        # Before x, so that it is there in time: the compiler would load it behind the products and wait for L2 again.
+        residual = tl.load(out_ptr + rows, mask=rows < N, other=0.0)
+        _fence_loads(FENCE)
     blocks = _load_vector(x_ptr, K, BLOCK_K)
     TILE_BYTES: tl.constexpr = ROWS * K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     if LOOK_AHEAD:
@@ -256,16 +318,15 @@ def _matvec_kernel(
             squares += x * x
             x *= gains[i].to(tl.float32)
         xs += (x,)
-    inverse_rms = 1.0
-    if NORM:
-        inverse_rms = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    squares = _warp_sums(squares, WARPS)
     keys = tl.full([ROWS], EMPTY_KEY, dtype=tl.int64)
     if LOOP:
         num_tiles = tl.cdiv(N, ROWS)
         for tile in range(program, num_tiles, tl.num_programs(0)):
             rows = tile * ROWS + tl.arange(0, ROWS)
             y = _finish_rows(
-                tiles, up_tiles, xs, inverse_rms, out_ptr, rows, rows < N, K, ROWS, BLOCK_K, GATED, RESIDUAL
+                tiles, up_tiles, residual, xs, squares, eps, out_ptr, rows, rows < N,
+                K, ROWS, BLOCK_K, WARPS, NORM, GATED, RESIDUAL,
             )  # fmt: skip
             if best_ptr is not None:
                 keys = tl.maximum(keys, _choice_keys(y, rows, rows < N, N))
@@ -274,12 +335,17 @@ def _matvec_kernel(
             # the QKV projection's loop with the next tile's loads before the sums.)
             if tile + tl.num_programs(0) < num_tiles:
                 rows += tl.num_programs(0) * ROWS
+                if RESIDUAL:
+                    residual = tl.load(out_ptr + rows, mask=rows < N, other=0.0)
                 tiles = _load_tiles(weight_ptr, rows, rows < N, K, BLOCK_K, EVEN)
                 up_tiles = tiles
                 if GATED:
                     up_tiles = _load_tiles(weight_ptr, N + rows, rows < N, K, BLOCK_K, EVEN)
     else:
-        y = _finish_rows(tiles, up_tiles, xs, inverse_rms, out_ptr, rows, rows < N, K, ROWS, BLOCK_K, GATED, RESIDUAL)
+        y = _finish_rows(
+            tiles, up_tiles, residual, xs, squares, eps, out_ptr, rows, rows < N,
+            K, ROWS, BLOCK_K, WARPS, NORM, GATED, RESIDUAL,
+        )  # fmt: skip
         if best_ptr is not None:
             keys = _choice_keys(y, rows, rows < N, N)
     if best_ptr is not None:
@@ -362,7 +428,7 @@ def _load_runs(
     from dim D on.
 
     t and dim differ between lanes, later and COLUMN only between loads. So a thread computes one address and one
-    limit, and its loads differ from these by constants of the instructions.
+    limit, and its loads differ from these by constants.
     """
     i = tl.arange(0, RUN)[None, :]
     ptrs = ptr + (t * STRIDE_T + dim)[:, None] + (later * STRIDE_T + COLUMN)[:, None] + i
@@ -415,7 +481,7 @@ def _load_in_order(
     ptr, left, STRIDE_T: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     WARPS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values [WARPS, KEYS, WIDTH] from ``start`` on, every dim at its own place."""
+    """Keys or values [WARPS, KEYS, WIDTH] from ptr on, every dim at its own place; 0 from ``left`` on."""
     t = tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
     return _load_columns(ptr + t * STRIDE_T, t < left, COLUMN, WIDTH, D)
 
@@ -425,10 +491,7 @@ def _load_tile(
     k_ptr, v_ptr, start, end, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, D: tl.constexpr, D_LO: tl.constexpr,
     D_HI: tl.constexpr, WARPS: tl.constexpr, KEYS: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """WARPS * KEYS positions of one head's K and V, from ``start`` on, each in two column ranges; 0 from ``end`` on.
-
-    One address per thread, which the loads differ from by numbers that the compiler knows.
-    """
+    """WARPS * KEYS positions of one head's K and V, from ``start`` on, each in two column ranges; 0 from ``end`` on."""
     load_k: tl.constexpr = _load_k if DIRECT else _load_in_order
     load_v: tl.constexpr = _load_v if DIRECT else _load_in_order
     k_ptr += start.to(tl.int64) * STRIDE_KT

@@ -134,7 +134,8 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=Fa
         return MatvecConfig(rows, block_k, num_warps, tiles)
     if not pdl and not choice:
         return MatvecConfig(rows, block_k, num_warps, tiles if prefetched else triton.cdiv(tiles, 2))
-    programs = min(tiles, 28 // num_warps * sm_count)
+    # As many as have room on a multiprocessor: with a choice they take 80 registers, else 72.
+    programs = min(tiles, (24 if choice else 28) // num_warps * sm_count)
     # Whole second tiles in whole lines of 16 bytes, so that one instruction can ask for them.
     whole = pdl and n % rows == 0 and rows * k * itemsize % 16 == 0
     look_ahead = max(0, min(4 * sm_count, tiles - programs)) if whole else 0
@@ -279,9 +280,11 @@ def matvec(
         x, weight if gain is None else gain, weight, out,
         ahead.weight.view(-1)[ahead.skip // ahead.weight.element_size() :], part_elements, programs - shares,
         look_ahead, *(choice or (None,) * 5), N, eps,
-        K=K, ROWS=config.rows, BLOCK_K=config.block_k, NORM=gain is not None, GATED=gated, RESIDUAL=residual,
+        K=K, ROWS=config.rows, BLOCK_K=config.block_k, WARPS=config.num_warps,
+        NORM=gain is not None, GATED=gated, RESIDUAL=residual,
         EVEN=N % config.rows == 0, LOOP=programs < tiles, LOOK_AHEAD=look_ahead > 0,
-        PREFETCH=ahead.share(shares), PARTS=ahead.parts, PREFETCH_EARLY=ahead.early, EARLY=early, PDL=pdl,
+        PREFETCH=ahead.share(shares), PARTS=ahead.parts, PREFETCH_EARLY=ahead.early, FENCE=can_prefetch,
+        EARLY=early, PDL=pdl,
         **launch_options(pdl, num_warps=config.num_warps, num_stages=1),
     )  # fmt: skip
     if pdl:
@@ -294,8 +297,9 @@ def rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, 
 
     qkv: [(Hq + 2 Hkv) D], q, k, v as the projection gives them. cos, sin: [>= T_max, rotary_dim / 2] float32, row p for
     position p. lengths: [1] int32, the positions already in the cache; not advanced here. k_cache, v_cache:
-    [Hkv, T_max, D] with dense rows; row ``lengths`` is written and must exist. out: [Hq D]. ``window`` keeps the last
-    ``window`` positions, the new one included. scale: 1 / sqrt(D) unless given.
+    [Hkv, T_max, D] with dense rows, one compilation for each distance between them; row ``lengths`` is written and must
+    exist. out: [Hq D]. ``window`` keeps the last ``window`` positions, the new one included. scale: 1 / sqrt(D) unless
+    given.
     """
     Hkv, T_max, D = k_cache.shape
     Hq = out.shape[0] // D
@@ -317,9 +321,10 @@ def rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, 
         out=(out, (Hq * D,), qkv.dtype),
     )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.shape != k_cache.shape or cache.dtype != qkv.dtype or cache.stride(2) != 1:
+        # Within a tile of 256 positions the kernel counts in int32.
+        if cache.shape != k_cache.shape or cache.dtype != qkv.dtype or cache.stride(2) != 1 or cache.stride(1) >= 2**23:
             raise ValueError(
-                f"{name} must be {qkv.dtype} {list(k_cache.shape)} with dense rows, "
+                f"{name} must be {qkv.dtype} {list(k_cache.shape)} with dense rows, less than 2^23 elements apart, "
                 f"got {cache.dtype} {list(cache.shape)}, strides {cache.stride()}"
             )
     check_launchable(qkv=qkv, k_cache=k_cache, v_cache=v_cache, workspace=workspace.partial)

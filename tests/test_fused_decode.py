@@ -68,6 +68,9 @@ MATVEC_CASES = {
     "loop": dict(N=24, K=64, norm=True, gated=True, config=MatvecConfig(2, 64, 4, 5)),
     "loop-tail": dict(N=23, K=72, residual=True, config=MatvecConfig(4, 32, 4, 4)),
     "phi-3-mini-width": dict(N=6, K=3072, norm=True),
+    "as-many-sums-as-warps": dict(N=10, K=72, norm=True, config=MatvecConfig(2, 128, 16, 3)),
+    "more-sums-than-are-added-at-once": dict(N=5, K=72, norm=True, gated=True, config=MatvecConfig(2, 128, 16)),
+    "fewer-columns-than-warps": dict(N=5, K=2, norm=True, gated=True),
 }
 
 
@@ -241,7 +244,8 @@ def test_rope_attention_reads_the_right_kv_head(device):
 
 
 def test_rope_attention_takes_a_layer_of_a_larger_cache(device):
-    """Strided heads, as in a view [Hkv, T_max, D] of a cache [layers, B, Hkv, T_max + pad, D], give the same bits."""
+    """Strided heads, as in a view [Hkv, T_max, D] of a cache [layers, B, Hkv, T_max + pad, D], give the same bits, and
+    strided positions, as in one of a cache [T_max, Hkv, D], too."""
     qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(2, 2, 16, 32, 20, torch.float16, device)
     large = torch.full((2, 2, 2, 40, 16), float("nan"), dtype=torch.float16, device=device)
     large[0, 1, :, :32], large[1, 1, :, :32] = k_cache, v_cache
@@ -249,6 +253,9 @@ def test_rope_attention_takes_a_layer_of_a_larger_cache(device):
     out, strided = (torch.empty(32, dtype=torch.float16, device=device) for _ in range(2))
     rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace)
     rope_attention(qkv, cos, sin, lengths, large[0, 1, :, :32], large[1, 1, :, :32], strided, workspace)
+    assert torch.equal(out, strided)
+    by_position = torch.stack((k_cache, v_cache)).transpose(1, 2).contiguous().transpose(1, 2)
+    rope_attention(qkv, cos, sin, lengths, *by_position, strided.fill_(float("nan")), workspace)
     assert torch.equal(out, strided)
 
 
@@ -318,6 +325,9 @@ def test_wrong_arguments_are_named(device):
         rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(48, device=device), workspace)
     with pytest.raises(ValueError, match=r"cos must have shape \[>= 32"):
         rope_attention(qkv, cos[:31], sin[:31], lengths, k_cache, v_cache, torch.empty(32, device=device), workspace)
+    far = torch.empty_strided(k_cache.shape, (16, 2**23, 1), device=device)  # 1 GiB that nobody touches
+    with pytest.raises(ValueError, match=r"v_cache must .* less than 2\^23 elements apart, got .* \(16, 8388608, 1\)"):
+        rope_attention(qkv[:96], cos, sin, lengths, k_cache, far, torch.empty(32, device=device), workspace)
     with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
         rope_attention(
             qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(32, device=device), workspace, window=0
