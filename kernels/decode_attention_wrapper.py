@@ -239,8 +239,9 @@ def decode_attention(q, k_cache, v_cache, cache_len, *, scale=None, window=None,
     contiguous, so views and expanded tensors are read where they lie. Query head h reads KV head h // (Hq // Hkv).
 
     cache_len: positions written so far: an int for all sequences, or a contiguous int32 tensor [B] on q's device, whose
-    values are clamped to 0..T_max. A length of 0 gives zeros. One compiled kernel serves every length; with a tensor
-    one captured CUDA graph does too (call once before capturing, so that nothing compiles during the capture).
+    values are clamped to 0..T_max. A length of 0 gives zeros. One compiled kernel serves every length (without groups:
+    one for each distance between positions, which is D in a contiguous cache); with a tensor one captured CUDA graph
+    does too (call once before capturing, so that nothing compiles during the capture).
     scale: factor of q @ k^T, D ** -0.5 by default. window: keep the last ``window`` positions, the newest included.
     out: where to write, [B, Hq, D] of q's dtype, D contiguous; returned.
 

@@ -68,12 +68,12 @@ def _wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def _wait_once_known(addresses):
-    """_wait_for_previous with PDL, but not before these addresses (uint64, none of them 0) are known.
+    """_wait_for_previous with PDL, but not before these addresses (uint64) are known; no element has the address 1.
 
     Left alone, the compiler waits first and computes then.
     """
     tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u64 p, $1, 0; @p griddepcontrol.wait; mov.u32 $0, 0; }",
+        "{ .reg .pred p; setp.ne.u64 p, $1, 1; @p griddepcontrol.wait; mov.u32 $0, 0; }",
         "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 

@@ -131,28 +131,36 @@ def _multiply(tiles, xs, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.conste
 
 @triton.jit
 def _warp_sums(x, WARPS: tl.constexpr):
-    """[..., WARPS]: each warp's sum over its part of the last dimension of x, which lies across the warps."""
+    """[..., WARPS]: each warp's sum over its part of the last dimension of x, which lies across the warps (fewer parts
+    where it is shorter).
+    """
     SHAPE: tl.constexpr = x.shape[:-1]
     PARTS: tl.constexpr = WARPS if x.shape[len(SHAPE)] > WARPS else x.shape[len(SHAPE)]
     return tl.sum(tl.reshape(x, SHAPE + [PARTS, x.shape[len(SHAPE)] // PARTS]), axis=len(SHAPE) + 1)  # noqa: RUF005
 
 
 @triton.jit
+def _add_parts(x):
+    """Sum over the last dimension of x, whose elements the warps have.
+
+    They go to every thread that needs one at once and are added there: one exchange through shared memory. A reduction
+    takes two, each of which everybody waits for; it is for more warps, and for Triton 3.3.
+    """
+    LAST: tl.constexpr = len(x.shape) - 1
+    if JOINS and x.shape[LAST] <= 16:
+        return _sum_tuple(_unstack(x))
+    else:
+        return tl.sum(x, axis=LAST)
+
+
+@triton.jit
 def _add_warps(y, up, squares, NORM: tl.constexpr, GATED: tl.constexpr):
     """Sums over the warps: of y and of up (GATED, else y again) [ROWS, WARPS], and of squares [WARPS] (NORM, else 0)
-    -> each [ROWS].
-
-    What the warps have goes to every thread that needs it at once and is added there: one exchange through shared
-    memory for all. Reductions take two each, and everybody waits at every one.
+    -> each [ROWS]. All in one exchange, if a thread has registers for what it gets.
     """
-    VALUES: tl.constexpr = y.shape[1] * (2 if NORM else 1) * (2 if GATED else 1)  # per thread, in registers
+    VALUES: tl.constexpr = y.shape[1] * (2 if NORM else 1) * (2 if GATED else 1)
     norm = 0.0
-    if VALUES > 32 or not JOINS:
-        if NORM:
-            norm = tl.sum(squares, axis=0)
-        y = tl.sum(y, axis=1)
-        up = tl.sum(up, axis=1) if GATED else y
-    else:
+    if JOINS and VALUES <= 32:
         if GATED:
             y = tl.join(y, up)
         if NORM:
@@ -160,7 +168,7 @@ def _add_warps(y, up, squares, NORM: tl.constexpr, GATED: tl.constexpr):
             y = tl.join(y, tl.join(squares, squares) if GATED else squares)
         if NORM or GATED:
             y = tl.permute(y, (0, 2, 3, 1) if NORM and GATED else (0, 2, 1))
-        y = _sum_tuple(_unstack(y))
+        y = _add_parts(y)
         if NORM:
             y, norm = tl.split(y)
             if GATED:
@@ -168,6 +176,14 @@ def _add_warps(y, up, squares, NORM: tl.constexpr, GATED: tl.constexpr):
         up = y
         if GATED:
             y, up = tl.split(y)
+    else:
+        if NORM:
+            norm = _add_parts(squares[None, :])
+        if JOINS and GATED:
+            y, up = tl.split(_add_parts(tl.permute(tl.join(y, up), (0, 2, 1))))
+        else:
+            y = _add_parts(y)
+            up = _add_parts(up) if GATED else y
     return y, up, norm
 
 
@@ -315,7 +331,9 @@ def _matvec_kernel(
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         x = blocks[i].to(tl.float32)
         if NORM:
-            squares += x * x
+            # Rounded here. Left to the compiler, of two lanes that add theirs each rounds the other's lone product and
+            # not its own, and which of the two sums everybody gets depends on who stores last.
+            squares = tl.fma(x, x, squares)
             x *= gains[i].to(tl.float32)
         xs += (x,)
     squares = _warp_sums(squares, WARPS)
@@ -422,17 +440,19 @@ def _v_dims(place, COLUMN: tl.constexpr, WIDTH: tl.constexpr, DIRECT: tl.constex
 
 @triton.jit
 def _load_runs(
-    ptr, left, t, dim, later, COLUMN, STRIDE_T: tl.constexpr, RUN: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr
+    ptr, start, end, t, dim, later, COLUMN,
+    STRIDE_T: tl.constexpr, RUN: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """[N, RUN]: of N positions t + later their dims from dim + COLUMN on; 0 from position ``left`` on and, if MASKED,
-    from dim D on.
+    """[N, RUN]: of N positions start + t + later their dims from dim + COLUMN on; 0 from position ``end`` on and, if
+    MASKED, from dim D on.
 
     t and dim differ between lanes, later and COLUMN only between loads. So a thread computes one address and one
     limit, and its loads differ from these by constants.
     """
     i = tl.arange(0, RUN)[None, :]
+    ptr += start.to(tl.int64) * STRIDE_T
     ptrs = ptr + (t * STRIDE_T + dim)[:, None] + (later * STRIDE_T + COLUMN)[:, None] + i
-    mask = (later < left - t)[:, None]
+    mask = (later < end - start - t)[:, None]
     if MASKED:
         mask = mask & ((dim + COLUMN)[:, None] + i < D)
     return tl.load(ptrs, mask=mask, other=0.0)
@@ -440,10 +460,10 @@ def _load_runs(
 
 @triton.jit
 def _load_k(
-    ptr, left, STRIDE_T: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    ptr, start, end, STRIDE_T: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     WARPS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Keys [WARPS, KEYS, WIDTH] from ptr on: dims COLUMN .. COLUMN + WIDTH, at K's places; 0 from key ``left`` on."""
+    """Keys [WARPS, KEYS, WIDTH] from ``start`` on: dims COLUMN .. COLUMN + WIDTH, at K's places; 0 from ``end`` on."""
     RUN: tl.constexpr = 8 if WIDTH >= 32 else WIDTH // 4
     CHUNKS: tl.constexpr = WIDTH // (4 * RUN)
     # The compiler deals out a load's rows, here the runs, to lanes, then to warps, and then starts over.
@@ -451,7 +471,8 @@ def _load_k(
     c, n, warp, rest = run % 4, run // 4 % 8, run // 32 % WARPS, run // (32 * WARPS)
     chunk, eight = rest % CHUNKS, rest // CHUNKS
     k = _load_runs(
-        ptr, left, warp * KEYS + n, c * RUN, eight * 8, COLUMN + chunk * 4 * RUN, STRIDE_T, RUN, COLUMN + WIDTH > D, D
+        ptr, start, end, warp * KEYS + n, c * RUN, eight * 8, COLUMN + chunk * 4 * RUN,
+        STRIDE_T, RUN, COLUMN + WIDTH > D, D,
     )  # fmt: skip
     k = tl.reshape(k, [KEYS // 8, CHUNKS, WARPS, 8, 4, RUN // 2, 2])
     return tl.reshape(tl.permute(k, (2, 0, 3, 1, 5, 4, 6)), [WARPS, KEYS, WIDTH])
@@ -459,7 +480,7 @@ def _load_k(
 
 @triton.jit
 def _load_v(
-    ptr, left, STRIDE_T: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    ptr, start, end, STRIDE_T: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     WARPS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Values [WARPS, KEYS, WIDTH] as _load_k's keys, at V's places."""
@@ -469,7 +490,7 @@ def _load_v(
     c, n, warp, rest = run % 4, run // 4 % 8, run // 32 % WARPS, run // (32 * WARPS)
     chunk, b, eight = rest % CHUNKS, rest // CHUNKS % 2, rest // (2 * CHUNKS)
     v = _load_runs(
-        ptr, left, warp * KEYS + c * 2, n * RUN, eight * 8 + b, COLUMN + chunk * 8 * RUN,
+        ptr, start, end, warp * KEYS + c * 2, n * RUN, eight * 8 + b, COLUMN + chunk * 8 * RUN,
         STRIDE_T, RUN, COLUMN + WIDTH > D, D,
     )  # fmt: skip
     v = tl.reshape(v, [KEYS // 8, 2, CHUNKS, WARPS, 8, 4, RUN])
@@ -478,12 +499,12 @@ def _load_v(
 
 @triton.jit
 def _load_in_order(
-    ptr, left, STRIDE_T: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    ptr, start, end, STRIDE_T: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     WARPS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values [WARPS, KEYS, WIDTH] from ptr on, every dim at its own place; 0 from ``left`` on."""
-    t = tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
-    return _load_columns(ptr + t * STRIDE_T, t < left, COLUMN, WIDTH, D)
+    """Keys or values [WARPS, KEYS, WIDTH] from ``start`` on, every dim at its own place; 0 from ``end`` on."""
+    t = start + tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    return _load_columns(ptr + t.to(tl.int64) * STRIDE_T, t < end, COLUMN, WIDTH, D)
 
 
 @triton.jit
@@ -494,13 +515,10 @@ def _load_tile(
     """WARPS * KEYS positions of one head's K and V, from ``start`` on, each in two column ranges; 0 from ``end`` on."""
     load_k: tl.constexpr = _load_k if DIRECT else _load_in_order
     load_v: tl.constexpr = _load_v if DIRECT else _load_in_order
-    k_ptr += start.to(tl.int64) * STRIDE_KT
-    v_ptr += start.to(tl.int64) * STRIDE_VT
-    left = end - start
-    k_lo = load_k(k_ptr, left, STRIDE_KT, 0, D_LO, D, WARPS, KEYS)
-    k_hi = load_k(k_ptr, left, STRIDE_KT, D_LO, D_HI, D, WARPS, KEYS) if D_HI else k_lo
-    v_lo = load_v(v_ptr, left, STRIDE_VT, 0, D_LO, D, WARPS, KEYS)
-    v_hi = load_v(v_ptr, left, STRIDE_VT, D_LO, D_HI, D, WARPS, KEYS) if D_HI else v_lo
+    k_lo = load_k(k_ptr, start, end, STRIDE_KT, 0, D_LO, D, WARPS, KEYS)
+    k_hi = load_k(k_ptr, start, end, STRIDE_KT, D_LO, D_HI, D, WARPS, KEYS) if D_HI else k_lo
+    v_lo = load_v(v_ptr, start, end, STRIDE_VT, 0, D_LO, D, WARPS, KEYS)
+    v_hi = load_v(v_ptr, start, end, STRIDE_VT, D_LO, D_HI, D, WARPS, KEYS) if D_HI else v_lo
     return k_lo, k_hi, v_lo, v_hi
 
 

@@ -134,8 +134,9 @@ def matvec_config(n, k, itemsize, sm_count, *, gated=False, pdl=False, choice=Fa
         return MatvecConfig(rows, block_k, num_warps, tiles)
     if not pdl and not choice:
         return MatvecConfig(rows, block_k, num_warps, tiles if prefetched else triton.cdiv(tiles, 2))
-    # As many as have room on a multiprocessor: with a choice they take 80 registers, else 72.
-    programs = min(tiles, (24 if choice else 28) // num_warps * sm_count)
+    # As many as have room: 72 registers leave seven places on a multiprocessor. Where GPUs can prefetch (compute
+    # capability 9.0) a choice takes 80.
+    programs = min(tiles, (24 if choice and prefetched else 28) // num_warps * sm_count)
     # Whole second tiles in whole lines of 16 bytes, so that one instruction can ask for them.
     whole = pdl and n % rows == 0 and rows * k * itemsize % 16 == 0
     look_ahead = max(0, min(4 * sm_count, tiles - programs)) if whole else 0
