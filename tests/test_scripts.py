@@ -231,6 +231,7 @@ def test_bad_flags(start, flag):
         ("compare_decode_latency", ("--shapes", "0,3"), "--shapes: '3' is none of 0, 1, 2 "),
         ("prefill_vs_sdpa", ("--shapes", "2"), "--shapes: '2' is none of 0, 1 "),
         ("decode_vs_eager", ("--lengths", "1,,2"), "--lengths: expected comma-separated numbers of at least 1"),
+        ("decode_attention_choices", ("stages=3",), "'stages=3' sets none of rows, block_t, num_warps, "),
         ("decode_ladder", ("--rungs", "0,7"), "--rungs: '7' is none of 0, 0s, 1, 2, 3, 4, 5, 6 "),
         ("decode_ladder", ("--contexts", "128 512"), "--contexts: expected comma-separated numbers .* got '128 512'"),
         ("compare_results", ("nowhere", "results"), "error: nowhere does not exist"),
