@@ -369,7 +369,7 @@ class Results:
             "schema": SCHEMA,
             "script": self.script,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "command": [Path(sys.argv[0]).name, *_without_results_dir(sys.argv[1:])],
             "environment": environment(),
             "configuration": self.configuration,
             "method": self.method,
@@ -380,6 +380,16 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_json(content))
         return path
+
+
+def _without_results_dir(arguments):
+    """A command's arguments but for ``--results-dir PATH``: where a file once lay is nobody's business."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and not argument.startswith("--results-dir"):
+            kept.append(argument)
+        skip = argument == "--results-dir"
+    return kept
 
 
 def results_dir(directory=None):

@@ -172,6 +172,14 @@ def test_a_result_does_not_say_where_it_was_written(tmp_path):
     assert results.configuration == {"samples": 3} and not list(tmp_path.iterdir())
 
 
+def test_a_result_file_keeps_its_command_but_not_where_it_lay(monkeypatch, tmp_path):
+    for arguments in (["--results-dir", str(tmp_path)], [f"--results-dir={tmp_path}"]):
+        monkeypatch.setattr("sys.argv", ["elsewhere/script.py", "--rounds", "3", *arguments, "--last"])
+        path = common.Results("script", {"results_dir": str(tmp_path)}, "a clock").write_as("place", tmp_path)
+        assert common.load_results(path)["command"] == ["script.py", "--rounds", "3", "--last"]
+        assert str(tmp_path) not in path.read_text()
+
+
 def test_a_results_folder_that_cannot_be_is_noticed_before_measuring(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(cli.UsageError, match="file is no folder that can be written to"):
