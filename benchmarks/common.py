@@ -29,6 +29,7 @@ import kernels  # noqa: F401  decides about the interpreter before triton is imp
 # isort: split
 import triton
 import triton.language as tl
+from triton.errors import TritonError
 
 import cli
 import config
@@ -45,6 +46,10 @@ SCHEMA = 1
 
 # Status of a row. INCORRECT rows carry no times: no speed without a right answer.
 PASSED, INCORRECT, OOM, SKIPPED = "PASSED", "INCORRECT", "OOM", "SKIPPED"
+
+# What a contender raises that this machine cannot run. Triton's own errors (too much shared memory, say) derive from
+# none of Python's.
+DOES_NOT_RUN = (RuntimeError, ValueError, NotImplementedError, TritonError)
 
 # Input sets together take this many times the L2.
 COLD_L2_FACTOR = 4
@@ -161,7 +166,7 @@ def measure_cold(contenders, *, warmup, samples):
             rounds[name] = math.ceil(MIN_LAUNCHES / len(functions))
             replays[name] = capture(functions * rounds[name])
             outcome[name] = first_call_ms
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except DOES_NOT_RUN as error:
             outcome[name] = error
     timings = measure(replays, EventClock(), warmup=warmup, samples=samples)
     for name, timing in timings.items():

@@ -96,39 +96,48 @@ def plain_reads(caches):
     return [lambda source=source: common.read_sum(source, sums, block, num_warps=4) for source in sources]
 
 
-def check_tiny(device, dtype):
-    """Without a GPU: is the kernel right? -> whether all small cases are."""
+def check_all(functions, bars, is_ours):
+    """name -> Accuracy of each function, or the exception that says why it does not run."""
+    outcomes = {}
+    for name, function in functions.items():
+        try:
+            outcomes[name] = check(function, bars, common.OURS_FACTOR if is_ours(name) else common.CONTENDER_FACTOR)
+        except common.DOES_NOT_RUN as error:
+            outcomes[name] = error
+    return outcomes
+
+
+def check_tiny(functions_of, device, dtype):
+    """Without a GPU: are the kernels ``functions_of(cache_len, device)`` right? -> whether all small cases are."""
     rows = []
     for shape in TINY_SHAPES:
         for cache_len in TINY_LENGTHS:
             bar = bars(make_inputs(shape, cache_len, 8, dtype, device)[0])
-            for name, function in triton_contenders(cache_len, device).items():
-                found = check(function, bar, common.OURS_FACTOR)
-                rows.append(
-                    (shape.name, cache_len, name, f"{found.max_error:.1e}", f"{found.native_max_error:.1e}", found.ok)
-                )
+            for name, found in check_all(functions_of(cache_len, device), bar, lambda name: True).items():
+                if isinstance(found, Exception):
+                    rows.append((shape.name, cache_len, name, type(found).__name__, "-", False))
+                    continue
+                errors = f"{found.max_error:.1e}", f"{found.native_max_error:.1e}"
+                rows.append((shape.name, cache_len, name, *errors, found.ok))
     cli.table(("shape", "cache_len", "kernel", "max error", "PyTorch's", "right"), rows)
     return all(row[-1] for row in rows)
 
 
-def measure_shape(shape, cache_len, dtype, device, bandwidth, args, results):
-    """Check and time every contender on one shape and length; rows go to ``results`` -> name -> result row."""
+def measure_shape(shape, cache_len, functions, is_ours, dtype, device, bandwidth, args, results):
+    """Check and time ``functions`` (name -> of q, k, v) and a plain read on one shape and length.
+
+    Rows go to ``results`` -> name -> result row.
+    """
     num_bytes = counts.attention_decode_bytes(
         1, shape.num_heads, shape.num_kv_heads, cache_len, shape.head_dim, dtype.itemsize
     )
     inputs, caches = make_inputs(shape, cache_len, common.input_sets(num_bytes, common.l2_bytes()), dtype, device)
-    functions = triton_contenders(cache_len, device) | contenders.decode_contenders(shape.num_heads, shape.num_kv_heads)
-    checks, errors, bar = {}, {}, bars(inputs)
-    for name, function in functions.items():
-        factor = common.OURS_FACTOR if is_ours(name) else common.CONTENDER_FACTOR
-        try:
-            checks[name] = check(function, bar, factor)
-        except (RuntimeError, ValueError) as error:
-            errors[name] = error
+    checks = check_all(functions, bars(inputs), is_ours)
+    errors = {name: found for name, found in checks.items() if isinstance(found, Exception)}
     timed = {
         name: [lambda one=one, f=functions[name]: f(*one) for one in inputs]
         for name, found in checks.items()
-        if found.ok
+        if name not in errors and found.ok
     }
     timed[READ] = plain_reads(caches)
     outcomes = common.measure_cold(timed, warmup=args.warmup, samples=args.samples) | errors
@@ -199,7 +208,7 @@ def main():
     device, dtype = common.resolve(args)
     torch.manual_seed(args.seed)
     if not torch.cuda.is_available():
-        ok = check_tiny(device, dtype)
+        ok = check_tiny(triton_contenders, device, dtype)
         return common.finish(None, ok, "the kernel agrees with the float64 reference on small cases")
 
     bandwidth = common.read_bandwidth_gb_per_s()
@@ -210,8 +219,10 @@ def main():
     for shape in (SHAPES[index] for index in args.shapes):
         lines = []
         for cache_len in common.progress(args.lengths, shape.name):
+            functions = triton_contenders(cache_len, device)
+            functions |= contenders.decode_contenders(shape.num_heads, shape.num_kv_heads)
             try:
-                rows = measure_shape(shape, cache_len, dtype, device, bandwidth, args, results)
+                rows = measure_shape(shape, cache_len, functions, is_ours, dtype, device, bandwidth, args, results)
             except torch.OutOfMemoryError as error:
                 results.add_error({"shape": shape.name, "cache_len": cache_len, "contender": OURS}, error)
                 lines.append((cache_len, *["-"] * (len(COLUMNS) - 2), common.OOM))

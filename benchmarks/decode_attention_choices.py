@@ -34,7 +34,6 @@ TAKEN = "as chosen"
 FIELDS = get_type_hints(DecodeLaunch) | {"splits": int}
 CHANGES = ["early=0", "early=1", "interleaved=0", "interleaved=1", "num_stages=3", "num_stages=4", "num_stages=5"]
 LENGTHS = [512, 2048, 8192, 32768]
-TINY_LENGTHS = [130]
 TINY_CHANGES = ["splits=1", "splits=3,interleaved=0"]
 
 
@@ -70,63 +69,12 @@ def contender(changed):
     return attend
 
 
-def check_all(functions, bar):
-    """name -> Accuracy of each function, or the exception of a launch that this GPU does not take."""
-    outcomes = {}
-    for name, function in functions.items():
-        try:
-            outcomes[name] = step4.check(function, bar, common.OURS_FACTOR)
-        except (RuntimeError, ValueError) as error:
-            outcomes[name] = error
-    return outcomes
-
-
-def measure_shape(shape, cache_len, functions, dtype, device, args, results):
-    """Check and time the contenders on one shape and length; rows go to ``results`` -> name -> result row."""
-    num_bytes = step4.counts.attention_decode_bytes(
-        1, shape.num_heads, shape.num_kv_heads, cache_len, shape.head_dim, dtype.itemsize
-    )
-    sets = common.input_sets(num_bytes, common.l2_bytes())
-    inputs, _ = step4.make_inputs(shape, cache_len, sets, dtype, device)
-    outcomes = check_all(functions, step4.bars(inputs))
-    timed = {
-        name: [lambda one=one, f=functions[name]: f(*one) for one in inputs]
-        for name, found in outcomes.items()
-        if not isinstance(found, Exception) and found.ok
-    }
-    outcomes |= common.measure_cold(timed, warmup=args.warmup, samples=args.samples)
-    rows = {}
-    for name, outcome in outcomes.items():
-        case = {"shape": shape.name, "cache_len": cache_len, "contender": name}
-        if isinstance(outcome, Exception):
-            rows[name] = results.add_error(case, outcome)
-        elif name not in timed:
-            reason = f"max error {outcome.max_error:.2e}, PyTorch's own {outcome.native_max_error:.2e}"
-            rows[name] = results.add(case, common.INCORRECT, reason=reason)
-        else:
-            rows[name] = results.add(case, timing=outcome, bytes=num_bytes, input_sets=sets)
-    return rows
-
-
 def cell(row, taken):
     """Microseconds of a row, "*" where all its samples lie below those of the choice; its status without times."""
     if row["status"] != common.PASSED:
         return row["status"]
     faster = "samples_ms" in taken and max(row["samples_ms"]) < min(taken["samples_ms"])
     return f"{1e3 * row['median_ms']:.2f}" + ("*" if faster else "")
-
-
-def check_tiny(functions, device, dtype):
-    """Without a GPU: are the contenders right? -> whether all small cases are."""
-    lines = []
-    for shape in step4.TINY_SHAPES:
-        for cache_len in TINY_LENGTHS:
-            inputs, _ = step4.make_inputs(shape, cache_len, 2, dtype, device)
-            for name, found in check_all(functions, step4.bars(inputs)).items():
-                right = not isinstance(found, Exception) and found.ok
-                lines.append((shape.name, cache_len, name, right, found if isinstance(found, Exception) else "-"))
-    cli.table(("shape", "cache_len", "choice", "right", "error"), lines)
-    return all(line[3] for line in lines)
 
 
 def main():
@@ -145,26 +93,30 @@ def main():
     for changed in args.changes:
         functions[",".join(f"{name}={value:g}" for name, value in changed.items())] = contender(changed)
     if not has_gpu:
-        ok = check_tiny(functions, device, dtype)
+        ok = step4.check_tiny(lambda cache_len, device: functions, device, dtype)
         return common.finish(None, ok, "every choice agrees with the float64 reference on small cases")
 
+    bandwidth = common.read_bandwidth_gb_per_s()
     results = common.Results("decode_attention_choices", vars(args), common.COLD_GRAPHS)
+    results.numbers["bandwidth_gb_per_s"] = bandwidth
     faster = []
     for shape in (step4.SHAPES[index] for index in args.shapes):
         columns = {}
         for cache_len in common.progress(args.lengths, shape.name):
             try:
-                rows = measure_shape(shape, cache_len, functions, dtype, device, args, results)
+                rows = step4.measure_shape(
+                    shape, cache_len, functions, lambda name: True, dtype, device, bandwidth, args, results
+                )
             except torch.OutOfMemoryError as error:
-                results.add_error({"shape": shape.name, "cache_len": cache_len, "contender": TAKEN}, error)
-                columns[cache_len] = dict.fromkeys(functions, common.OOM)
-                continue
-            columns[cache_len] = {name: cell(row, rows[TAKEN]) for name, row in rows.items()}
-            faster += [f"{name} ({shape.name}, {cache_len})" for name, row in columns[cache_len].items() if "*" in row]
+                row = results.add_error({"shape": shape.name, "cache_len": cache_len, "contender": TAKEN}, error)
+                rows = dict.fromkeys((*functions, step4.READ), row)
+            columns[cache_len] = {name: cell(row, rows[TAKEN]) for name, row in rows.items() if name in functions}
+            faster += [f"{name} ({shape.name}, {cache_len})" for name, us in columns[cache_len].items() if "*" in us]
+            columns[cache_len][step4.READ] = cell(rows[step4.READ], {})
         print(f"{shape.name}, us (*: every sample below those of the choice)")
         cli.table(
             ("launch", *map(str, columns)),
-            [(name, *(column[name] for column in columns.values())) for name in functions],
+            [(name, *(column[name] for column in columns.values())) for name in (*functions, step4.READ)],
         )
     wrong = common.print_failures(results.rows, lambda name: name == TAKEN)
     text = f"faster than the choice: {'; '.join(faster)}" if faster else "nothing is faster than the choice"

@@ -149,7 +149,7 @@ def measure_length(shape, mask, length, dtype, device, samples, results):
             memory["backward", name] = common.peak_memory_bytes(
                 functools.partial(forward_and_backward, function, inputs, grad)
             )
-        except (RuntimeError, ValueError) as error:
+        except common.DOES_NOT_RUN as error:
             errors[name] = error
     right = {
         name: functions[name]

@@ -540,7 +540,7 @@ def _attend_piece(
     v_head_ptr = v_ptr + wide_batch * stride_vb + kv_head * stride_vh
     ahead = tl.minimum(start + tl.arange(0, BLOCK_T), tl.maximum(stop - 1, 0)).to(tl.int64)
     k_ahead, v_ahead = k_head_ptr + ahead * stride_kt, v_head_ptr + ahead * stride_vt
-    if LATE:  # all that can be computed before is
+    if LATE:  # what it takes to know where the first keys are is computed before
         _wait_once_known(k_ahead.to(tl.uint64) | v_ahead.to(tl.uint64))
     # Before anything else: the addresses of q and of the tiles' own loads take a while to compute.
     _prefetch(k_ahead, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)

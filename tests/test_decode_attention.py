@@ -23,7 +23,15 @@ from kernels.decode_attention_wrapper import (
     decode_attention_with_lse,
     split_head_dim,
 )
-from kernels.device import NO_GPU, DeviceInfo, TensorDescriptor, device_info, pdl_supported, pretend_device
+from kernels.device import (
+    NO_GPU,
+    TRITON_HAS_PDL,
+    DeviceInfo,
+    TensorDescriptor,
+    device_info,
+    pdl_supported,
+    pretend_device,
+)
 from model.decode_attention_ref import attention_ref, decode_attention_ref
 from tests.oracles import assert_close_to_reference, sdpa_explicit
 
@@ -691,6 +699,29 @@ before, after = kernel.ptx.split("mma.sync", 1)[0], kernel.ptx.rsplit("mma.sync"
 merge = after.split("atom.", 1)[1]
 barriers = [part.count("bar.sync") for part in (before, after, merge)]
 assert barriers[0] <= 4 and barriers[1] <= 10 and barriers[2] <= 2, barriers
+""",
+        TRITON_INTERPRET="0",
+    )
+
+
+@pytest.mark.skipif(not TRITON_HAS_PDL, reason="this Triton has no PDL")
+@pytest.mark.parametrize("heads", ((32, 32, 96), (32, 8, 128)), ids=("one row", "group"))
+def test_early_launches_wait_before_they_touch_memory(heads):
+    """Once, behind the first keys' addresses; where the length is on the device, before it is read."""
+    run_python(
+        AOT
+        + f"""
+import re
+Hq, Hkv, D = {heads}
+q, cache = torch.empty(1, Hq, D, dtype=torch.float16), torch.empty(1, Hkv, 2048, D, dtype=torch.float16)
+with compile_only((9, 0)) as compiled:
+    decode_attention(q, cache, cache, 2048)
+    decode_attention(q, cache, cache, torch.zeros(1, dtype=torch.int32))
+for kernel, predicate in zip(compiled, ("@p ", ""), strict=True):
+    before, after = kernel.ptx.split(predicate + "griddepcontrol.wait")
+    assert "griddepcontrol.wait" not in before + after
+    touched = r"(ld|st|prefetch|atom|red)\\.global|cp\\.async"
+    assert not re.search(touched, before) and re.search(touched, after)
 """,
         TRITON_INTERPRET="0",
     )

@@ -3,10 +3,12 @@
 import argparse
 
 import pytest
+from triton.runtime.errors import OutOfResources
 
 from benchmarks import common
 from benchmarks import decode_attention_choices as script
-from kernels.decode_attention_wrapper import DecodeLaunch
+from kernels.decode_attention_wrapper import DecodeLaunch, choose_num_programs
+from kernels.device import device_info
 
 pytest_plugins = ["tests.fake_gpu"]
 
@@ -34,11 +36,12 @@ def test_a_contender_is_the_choice_but_for_its_changes(monkeypatch):
     script.contender({"early": True, "splits": 3})(q, k, v)
     script.contender({"num_stages": 2})(q, k, v)
     assert asked[0] == (40, {"choice": chosen._replace(early=True), "num_programs": 3 * 2})
-    assert asked[1][1]["choice"] == chosen._replace(num_stages=2) and asked[1][1]["num_programs"] > 0
+    programs = choose_num_programs(chosen, 1, 2, 2, 40, device_info(q.device).sm_count)
+    assert asked[1][1] == {"choice": chosen._replace(num_stages=2), "num_programs": programs}
 
 
 def test_without_a_gpu_answers_are_checked(monkeypatch, no_gpu, capsys):
-    monkeypatch.setattr(script, "TINY_LENGTHS", [40])
+    monkeypatch.setattr(script.step4, "TINY_LENGTHS", [40])
     monkeypatch.setattr(script.step4, "TINY_SHAPES", script.step4.TINY_SHAPES[1:])
     assert no_gpu.run(script)
     assert "splits=3,interleaved=0" in capsys.readouterr().out and list(no_gpu.folder.iterdir()) == []
@@ -57,7 +60,7 @@ def test_measured_rows(monkeypatch, fake_gpu, capsys):
     def contender(changed):
         def attend(q, k, v):
             if changed.get("splits") == 9:
-                raise RuntimeError("out of resources")
+                raise OutOfResources(300000, 232448, "shared memory")
             scores = (q[:, :, None] @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT) * q.shape[2] ** -0.5
             return (scores.softmax(-1) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1))[:, :, 0]
 
@@ -68,8 +71,8 @@ def test_measured_rows(monkeypatch, fake_gpu, capsys):
     assert fake_gpu.run(script, "splits=9", "early=1", "--lengths", "40", "--shapes", "1")
     rows = {row["case"]["contender"]: row for row in fake_gpu.rows("decode_attention_choices")}
     passed = {name for name, row in rows.items() if row["status"] == common.PASSED}
-    assert passed == {script.TAKEN, "early=1"} and len(rows) == 3
-    assert "out of resources" in rows["splits=9"]["reason"]
+    assert passed == {script.TAKEN, "early=1", script.step4.READ} and len(rows) == 4
+    assert "out of resource: shared memory" in rows["splits=9"]["reason"]
     assert "launch" in capsys.readouterr().out
     monkeypatch.setattr(script, "contender", lambda changed: contender({"splits": 9}))
     assert not fake_gpu.run(script, "early=1", "--lengths", "40", "--shapes", "1")
@@ -100,4 +103,4 @@ def test_a_mark_needs_every_sample_below_the_choice():
 def test_a_short_run_on_the_gpu(real_gpu):
     assert real_gpu.run(script, "num_stages=2", "--lengths", "512", "--shapes", "1", "--samples", "3")
     rows = real_gpu.rows("decode_attention_choices")
-    assert [row["status"] for row in rows] == [common.PASSED] * 2
+    assert [row["status"] for row in rows] == [common.PASSED] * 3

@@ -426,10 +426,11 @@ with compile_only(capability) as compiled:
     matvec(e(3072), e(9216, 3072), e(9216), gain=e(3072), eps=1e-5, pdl=pdl)
     ahead = [None, None]
     if pdl:
-        ahead = [Prefetch(e(16384, 3072), 3 << 20, 2, 1 << 20, True), Prefetch(e(3072, 8192), 4 << 20)]
-    matvec(e(3072), e(3072, 3072), e(3072), residual=True, pdl=pdl, prefetch=ahead[0])
-    matvec(e(3072), e(16384, 3072), e(8192), gain=e(3072), eps=1e-5, gated=True, pdl=pdl, prefetch=ahead[1])
-    matvec(e(8192), e(3072, 8192), e(3072), residual=True, pdl=pdl)
+        ahead = [Prefetch(e(16384, 3072), 3 << 20, 2, 1 << 20, True), Prefetch(e(3072, 8192), 3 << 20, early=True)]
+    matvec(e(3072), e(3072, 3072), e(3072), residual=True, pdl=pdl, early=True, prefetch=ahead[0])
+    gated = dict(gain=e(3072), eps=1e-5, gated=True)
+    matvec(e(3072), e(16384, 3072), e(8192), pdl=pdl, early=True, prefetch=ahead[1], **gated)
+    matvec(e(8192), e(3072, 8192), e(3072), residual=True, pdl=pdl, early=True)
     choice = greedy_choice(e(1, dtype=torch.int64), e(4096, dtype=torch.int64), e(1, dtype=torch.int32))
     matvec(e(3072), e(32064, 3072), e(32064), gain=e(3072), eps=1e-5, pdl=pdl, choice=choice)
     for length in (256, 4096):
@@ -447,7 +448,7 @@ for kernel in compiled:
     barrier = re.search(r"bar\.sync|st\.global", kernel.ptx).start()
     late = len(re.findall(r"ld\.global\.b", kernel.ptx[barrier:]))  # neither vectors nor past L1, as in the merge
     shared = kernel.shared_memory // kernel.num_warps
-    print("KERNEL", kernel.name, kernel.spill_bytes, "".join(kinds), wide, late, shared)
+    print("KERNEL", kernel.name, kernel.spill_bytes, "".join(kinds), wide, late, shared, kernel.registers)
 """
 
 
@@ -459,23 +460,50 @@ def test_code_generation(capability):
 
     Attention: all of the new token's loads before the first barrier and the first store; of Phi-3 Mini's head in 16
     bits, only the query passes through shared memory, 16 rows of it per warp.
+
+    On Hopper all programs that loop are resident at once.
     """
     result = subprocess.run(
         [sys.executable, "-c", COMPILE, capability],
         cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-2000:]
-    kernels = re.findall(r"KERNEL (\w+) (\d+) (\S+) (\w+) (\d+) (\d+)", result.stdout)
+    kernels = re.findall(r"KERNEL (\w+) (\d+) (\S+) (\w+) (\d+) (\d+) (\d+)", result.stdout)
     assert len(kernels) == 13
+    if capability == "9.0":
+        loops = (0, 9216, {}), (2, 8192, {"gated": True}), (4, 32064, {"choice": True})
+        for kernel, n, options in loops:
+            config = matvec_config(n, 3072, 2, 132, pdl=True, prefetched=True, **options)
+            places = 65536 // (32 * config.num_warps * (int(kernels[kernel][6]) + 7 >> 3 << 3))
+            assert config.programs <= 132 * places, f"{n} rows: {config.programs} programs, {places} places each"
     attention = [kernel for kernel in kernels if kernel[0] == "_rope_attention_kernel"]
     assert [kernel[4] for kernel in attention] == ["0"] * 8
     assert [kernel[5] for kernel in attention[::4]] == [str(16 * 96 * 2)] * 2
-    for name, spill_bytes, loads, wide, _, _ in kernels:
+    for name, spill_bytes, loads, wide, *_ in kernels:
         assert spill_bytes == "0", f"{name} spills {spill_bytes} bytes per thread"
         assert ("W" in loads) == (capability == "9.0"), f"{name}: {loads}"
         if name == "_matvec_kernel":
             first, rest = re.fullmatch(r"(s+)[.W]+(s*)\.*", loads).groups()
             assert wide == "True" and len(first) >= 4 and len(rest) in (0, len(first)), f"{name}: {loads}"
+
+
+def test_no_product_is_left_to_one_of_two_lanes():
+    """A sum of squares with one of them per thread: each is rounded before lanes add theirs (see _matvec_kernel).
+
+    From 3.7 on Triton sees to that by itself; before, a plain sum fails here.
+    """
+    code = r"""
+import re, torch
+from kernels.aot import compile_only
+from kernels.fused_decode_wrapper import matvec
+x, weight = torch.empty(64), torch.empty(64, 64)
+with compile_only((9, 0)) as compiled:
+    matvec(x, weight, torch.empty(64), gain=x, eps=1e-5)
+squares = re.findall(r"fma.rn.f32 \s*%\w+, (%\w+), \1, (\S+);", compiled[0].ptx)
+assert squares and {addend for _, addend in squares} == {"0f00000000"}, squares
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
 
 
 needs_pdl = pytest.mark.skipif(
