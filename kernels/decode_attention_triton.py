@@ -17,6 +17,8 @@ Flash-Decoding (Dao et al. 2023, pytorch.org/blog/flash-decoding); equal shares 
 (Osama et al. 2023, arXiv 2301.03598) and LeanAttention (Sanovar et al. 2024, arXiv 2405.10480).
 """
 
+import struct
+
 import triton
 import triton.language as tl
 
@@ -428,15 +430,13 @@ STATE_WIDTH = tl.constexpr(8)
 
 @triton.jit
 def _store_state(row_ptrs, mask_row, running_max, running_sum, D_PAD: tl.constexpr, WIDTH: tl.constexpr):
-    """Store maxima and sums [ROWS] of partial results, as if they were accumulators [ROWS, WIDTH] with one column.
+    """Store maxima and sums [ROWS] of partial results, as if they were the first two columns of [ROWS, WIDTH].
 
-    So, and on 16 bytes, they are stored by threads that have them, not by others that they are passed on to.
+    So they are stored by threads that have them, not by others that they are passed on to.
     """
     column = tl.arange(0, WIDTH)[None, :]
-    ptrs = row_ptrs[:, None] + D_PAD + column
-    mask = mask_row[:, None] & (column == 0)
-    tl.store(ptrs, tl.broadcast_to(running_max[:, None], ptrs.shape), mask=mask)
-    tl.store(ptrs + 4, tl.broadcast_to(running_sum[:, None], ptrs.shape), mask=mask)
+    value = tl.where(column == 0, running_max[:, None], running_sum[:, None])
+    tl.store(row_ptrs[:, None] + D_PAD + column, value, mask=mask_row[:, None] & (column < 2))
 
 
 @triton.jit
@@ -451,7 +451,7 @@ def _merge_partials(rows, masks, running_max, running_sum, acc, D: tl.constexpr,
     # All loads first, so that they wait for memory together. .cg: from the L2, where the others' stores are.
     for i in tl.static_range(len(rows)):
         maxima += (tl.load(rows[i] + D_PAD, mask=masks[i], other=LOWEST, cache_modifier=".cg"),)
-        sums += (tl.load(rows[i] + D_PAD + 4, mask=masks[i], other=0.0, cache_modifier=".cg"),)
+        sums += (tl.load(rows[i] + D_PAD + 1, mask=masks[i], other=0.0, cache_modifier=".cg"),)
         accs += (_load_columns(rows[i], masks[i], 0, D_PAD, D, True),)
     for i in tl.static_range(len(rows)):
         new_max = tl.maximum(new_max, maxima[i])
@@ -493,6 +493,121 @@ def _merge(
     return running_max, running_sum, acc
 
 
+# Bits of a word that no partial result has: as a float a NaN, but not the one that arithmetic gives (0x7fffffff).
+HOLE = tl.constexpr(-1)
+
+
+def collect_ptx(partials, distance):
+    """PTX for _load_partials: ``partials`` of them, ``distance`` bytes apart.
+
+    All loads are issued together; then those that had a hole again, until none has. Each thread spins on what it needs
+    itself, so nothing passes between threads.
+    """
+    words = [[f"${6 * i + j}" for j in range(6)] for i in range(partials)]  # four columns, maximum, sum
+    acc, state, count = (f"${6 * partials + i}" for i in range(3))
+    absent = struct.unpack("<I", struct.pack("<f", LOWEST.value))[0]
+
+    def load(i):
+        a, b, c, d, one_max, one_sum = words[i]
+        return [
+            f"@one ld.relaxed.gpu.global.v2.b32 {{{one_max}, {one_sum}}}, [{state}+{i * distance}];",
+            f"@one ld.relaxed.gpu.global.v4.b32 {{{a}, {b}, {c}, {d}}}, [{acc}+{i * distance}];",
+        ]
+
+    lines = ["{", ".reg .pred one, any;"]
+    for i in range(partials):
+        lines += [f"mov.b32 {word}, {absent if j == 4 else 0};" for j, word in enumerate(words[i])]
+        lines += [f"setp.gt.s32 one, {count}, {i};", *load(i)]
+    lines += ["again:", "setp.ne.b32 any, 0, 0;"]
+    for i in range(partials):
+        lines += [f"setp.eq.b32 one, {words[i][0]}, {HOLE.value};"]
+        lines += [f"setp.eq.or.b32 one, {word}, {HOLE.value}, one;" for word in words[i][1:]]
+        lines += [*load(i), "or.pred any, any, one;"]
+    return "\n".join([*lines, "@any bra again;", "}"])
+
+
+@triton.jit
+def _load_partials(acc_ptrs, state_ptrs, count, DISTANCE: tl.constexpr, S: tl.constexpr, PTX: tl.constexpr):
+    """Of S partials, DISTANCE floats apart, six tensors each: four columns from acc_ptrs on, the maximum and the sum.
+
+    Waits for those that are not there yet. From the count-th on they are empty.
+    """
+    if INTERPRETED:  # programs run one after the other: all partials are there
+        loaded = ()
+        for i in tl.static_range(S):
+            for j in tl.static_range(4):
+                loaded += (tl.load(acc_ptrs + (i * DISTANCE + j), mask=i < count, other=0.0),)
+            loaded += (tl.load(state_ptrs + i * DISTANCE, mask=i < count, other=LOWEST),)
+            loaded += (tl.load(state_ptrs + (i * DISTANCE + 1), mask=i < count, other=0.0),)
+        return loaded
+    else:
+        KINDS: tl.constexpr = (tl.float32,) * (6 * S)
+        return tl.inline_asm_elementwise(
+            PTX, "=&r," * (6 * S) + "l,l,r", [acc_ptrs.to(tl.uint64), state_ptrs.to(tl.uint64), count],
+            dtype=KINDS, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _collect(
+    rows, count, DISTANCE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """The softmax state of rows [R] merged from ``count`` partials, in their order, as they come.
+
+    rows: where those of the first partial begin; those of the next are DISTANCE floats further. A partial is its own
+    flag, as in the LL protocol of NCCL: memory is full of holes before and after every launch (see _leave_holes), and
+    nobody signals. Against a counter this saves its round trip and the fence in front of it. The program that calls
+    this must be the last to start of those that share the item: then those that it waits for are running or done.
+
+    S partials are loaded at a time; ONE_BLOCK: there are no more. Return maximum and sum, [R, D_PAD / 4] that are equal
+    in each row, and the accumulator divided by the sum (0 where that is 0), every fourth column from columns 0, 1, 2
+    and 3 on: four times [R, D_PAD / 4].
+    """
+    column = 4 * tl.arange(0, D_PAD // 4)[None, :]
+    accs = rows[:, None] + tl.where(column < D, column, 0)
+    states = rows[:, None] + D_PAD + 0 * column
+    running_max = tl.full(accs.shape, LOWEST, tl.float32)
+    running_sum = tl.zeros(accs.shape, tl.float32)
+    a, b, c, d = running_sum, running_sum, running_sum, running_sum
+    tl.debug_barrier()  # this program's own partial is stored
+    for start in range(0, 1 if ONE_BLOCK else count, S):
+        first = start * DISTANCE
+        loaded = _load_partials(accs + first, states + first, count - start, DISTANCE, S, PTX)
+        new_max = running_max
+        for i in tl.static_range(S):
+            new_max = tl.maximum(new_max, loaded[6 * i + 4])
+        share = tl.exp2(running_max - new_max)
+        running_sum *= share
+        a, b, c, d = a * share, b * share, c * share, d * share
+        for i in tl.static_range(S):
+            share = tl.exp2(loaded[6 * i + 4] - new_max)
+            running_sum += loaded[6 * i + 5] * share
+            a += loaded[6 * i] * share
+            b += loaded[6 * i + 1] * share
+            c += loaded[6 * i + 2] * share
+            d += loaded[6 * i + 3] * share
+        running_max = new_max
+    divisor = tl.where(running_sum == 0, 1.0, running_sum)
+    return running_max, running_sum, (a / divisor, b / divisor, c / divisor, d / divisor)
+
+
+@triton.jit
+def _leave_holes(
+    rows, mask_row, count, DISTANCE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Make holes of the partials that _collect has read, for the next launch."""
+    tl.debug_barrier()  # several threads may have needed the same words
+    columns = tl.arange(0, D_PAD)[None, :]
+    words = rows.to(tl.pointer_type(tl.int32), bitcast=True)[:, None] + columns
+    for start in range(0, 1 if ONE_BLOCK else count, S):
+        for i in tl.static_range(S):
+            mask = mask_row[:, None] & (start + i < count)
+            tl.store(words + (start + i) * DISTANCE, HOLE, mask=mask & (columns < D))
+            tl.store(words + ((start + i) * DISTANCE + D_PAD), HOLE, mask=mask & (columns < 2))
+
+
 @triton.jit
 def _write_result(
     out_rows, lse_rows, mask_row, running_max, running_sum, acc_lo, acc_hi,
@@ -526,11 +641,13 @@ def _attend_piece(
     BLOCK_H: tl.constexpr, OUT_ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     ONE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
     Q_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
+    COLLECT: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles at start, start + step, ... of one item, as far as position stop.
 
-    Write the result where they are the whole item. Else store the partial softmax state in ``slot``; the program that
-    arrives last of those that share the item, first_program .. last_program, merges the states and writes.
+    Write the result where they are the whole item. Else store the partial softmax state in ``slot``. Of the programs
+    that share the item, first_program .. last_program, one merges the states and writes: the last one with COLLECT (see
+    _collect), else that which arrives last.
     """
     # int64 before any product with a stride: a large cache has more than 2^31 elements.
     wide_batch = batch.to(tl.int64)
@@ -570,11 +687,39 @@ def _attend_piece(
             mask_h, running_max, running_sum, acc_lo, acc_hi, D, D_LO, D_HI, COPIES,
         )  # fmt: skip
     else:
-        rows = partial_ptr + ((base_slot + slot).to(tl.int64) * ROWS + offs_h) * (D_PAD + STATE_WIDTH)
-        _store_columns(rows, offs_h < ROWS, acc_lo, 0, D_LO, D, COPIES)
+        WIDTH: tl.constexpr = D_PAD + STATE_WIDTH
+        FOURS: tl.constexpr = (D + 3) // 4 * 4  # columns are collected in fours
+        rows = partial_ptr + ((base_slot + slot).to(tl.int64) * ROWS + offs_h) * WIDTH
+        _store_columns(rows, offs_h < ROWS, acc_lo, 0, D_LO, FOURS, COPIES)
         if D_HI:
-            _store_columns(rows, offs_h < ROWS, acc_hi, D_LO, D_HI, D, COPIES)
+            _store_columns(rows, offs_h < ROWS, acc_hi, D_LO, D_HI, FOURS, COPIES)
         _store_state(rows, offs_o < ROWS, running_max, running_sum, D_PAD, acc_lo.shape[1])
+        merged_head = kv_head * GROUP + head_block * ROWS + offs_r
+        out_rows = out_ptr + wide_batch * stride_ob + merged_head * stride_oh
+        lse_rows = None if lse_ptr is None else lse_ptr + wide_batch * Hq + merged_head
+        if COLLECT is not None:
+            if slot == 2 * last_program:
+                # Rows that only pad stand for the last one.
+                first_rows = partial_ptr + (base_slot.to(tl.int64) * ROWS + tl.minimum(offs_r, ROWS - 1)) * WIDTH
+                merged_max, merged_sum, merged = _collect(
+                    first_rows, last_program + 1, 2 * ROWS * WIDTH, FOURS, D_PAD, BLOCK_S, ONE_BLOCK, COLLECT
+                )  # fmt: skip
+                column = 4 * tl.arange(0, D_PAD // 4)[None, :]
+                if BLOCK_R > 1:
+                    a, b, c, d = merged
+                    m = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK_R, D_PAD])
+                    _store_columns(out_rows, mask_r, m, 0, D_PAD, D, 1)
+                else:
+                    for i in tl.static_range(4):
+                        value = merged[i].to(out_ptr.dtype.element_ty)
+                        tl.store(out_rows[:, None] + (column + i), value, mask=mask_r[:, None] & (column + i < D))
+                if lse_ptr is not None:
+                    lse = (merged_max + tl.log2(merged_sum)) * LN_2
+                    tl.store(lse_rows[:, None] + 0 * column, lse, mask=mask_r[:, None] & (column == 0))
+                _leave_holes(
+                    first_rows, offs_r < ROWS, last_program + 1, 2 * ROWS * WIDTH, FOURS, D_PAD, BLOCK_S, ONE_BLOCK
+                )  # fmt: skip
+            return
 
         # A scalar atomic is issued by one thread, and orders only what that thread has seen: all stores of the
         # program have to be behind a barrier first.
@@ -587,13 +732,8 @@ def _attend_piece(
                 partial_ptr, base_slot, first_program, last_program, first_slot, zero,
                 ROWS, D, D_PAD, BLOCK_R, BLOCK_S, ONE_BLOCK,
             )  # fmt: skip
-            offs_r = tl.arange(0, BLOCK_R) + zero
-            merged_head = kv_head * GROUP + head_block * ROWS + offs_r
             _write_result(
-                out_ptr + wide_batch * stride_ob + merged_head * stride_oh,
-                None if lse_ptr is None else lse_ptr + wide_batch * Hq + merged_head,
-                (offs_r < ROWS) & (head_block * ROWS + offs_r < GROUP),
-                merged_max, merged_sum, merged, merged, D, D_PAD, 0, 1,
+                out_rows, lse_rows, mask_r, merged_max, merged_sum, merged, merged, D, D_PAD, 0, 1
             )  # fmt: skip
 
 
@@ -646,6 +786,7 @@ def _decode_attention_split_kernel(
     STRIDE_UNIT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     EARLY: tl.constexpr,
+    COLLECT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program = an equal share of the key tiles of all sequences and KV heads, laid end to end.
@@ -702,7 +843,7 @@ def _decode_attention_split_kernel(
             0, splits - 1, 0, 0,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
-            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, EARLY, LATE,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, EARLY, LATE, COLLECT,
         )  # fmt: skip
         return
 
@@ -758,6 +899,6 @@ def _decode_attention_split_kernel(
             first_program, last_program, first_slot, zero,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
-            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, False, False,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, False, False, None,
         )  # fmt: skip
         tile = piece_end

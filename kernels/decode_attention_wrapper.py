@@ -9,7 +9,13 @@ import triton
 
 import config
 from kernels import INTERPRETED
-from kernels.decode_attention_triton import STATE_WIDTH, _decode_attention_kernel, _decode_attention_split_kernel
+from kernels.decode_attention_triton import (
+    HOLE,
+    STATE_WIDTH,
+    _decode_attention_kernel,
+    _decode_attention_split_kernel,
+    collect_ptx,
+)
 from kernels.device import (
     TRITON_VERSION,
     check_launchable,
@@ -32,7 +38,8 @@ class DecodeLaunch(NamedTuple):
     the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program, from the
     few_splits-th split of an item on; interleaved: whole splits take tiles in turn, not a run of them; tma: tiles by
     tensor descriptor (see tma_fits); q_columns: columns of q per load (see _load_pieces); pdl: programmatic dependent
-    launch; early: whether whole splits let the next launch's programs come as soon as they have read their keys.
+    launch; early: whether whole splits let the next launch's programs come as soon as they have read their keys;
+    collects: whether the last of an item's whole splits merges them as they come (see _collect).
     """
 
     rows: int
@@ -47,6 +54,7 @@ class DecodeLaunch(NamedTuple):
     q_columns: int
     pdl: bool
     early: bool
+    collects: bool
 
 
 @functools.lru_cache(maxsize=256)  # asked by every layer of every step, and launches wait for it
@@ -151,6 +159,7 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         # The next launch's programs take the places that come free first, several on one multiprocessor and none on
         # another: a loss unless there is room for them, or one fills a multiprocessor.
         early=pdl and (tma or roomy or keys_per_sm <= 160),
+        collects=single,
     )  # fmt: skip
 
 
@@ -206,17 +215,23 @@ class _Workspace(NamedTuple):
     arrived: torch.Tensor
 
 
-# By device, newest last. None is ever freed: a captured CUDA graph holds the address of the one it was captured with.
+# By device and whether launches collect, newest last. None is ever freed: a captured CUDA graph holds the address of
+# the one it was captured with.
 _workspaces = {}
 
 
-def _workspace(device, floats, items):
+def holes(floats, device):
+    """Memory for partial results that are collected (see _collect): ``floats`` of them, none written yet."""
+    return torch.full((floats,), HOLE.value, dtype=torch.int32, device=device).view(torch.float32)
+
+
+def _workspace(device, floats, items, collects):
     """The device's workspace, made or grown to powers of two at need.
 
-    All calls on a device share it, so calls on different streams must not overlap in time. One launch leaves the
-    counters at 0 for the next.
+    All calls on a device share it, so calls on different streams must not overlap in time. One launch leaves counters
+    of 0 and, where it collects, nothing but holes to the next.
     """
-    made = _workspaces.setdefault(device, [])
+    made = _workspaces.setdefault((device, collects), [])
     if not made or made[-1].partial.numel() < floats or made[-1].arrived.numel() < items:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("decode_attention must run once with these shapes before a CUDA graph captures it")
@@ -224,7 +239,7 @@ def _workspace(device, floats, items):
             floats, items = max(floats, made[-1].partial.numel()), max(items, made[-1].arrived.numel())
         made.append(
             _Workspace(
-                torch.empty(triton.next_power_of_2(floats), dtype=torch.float32, device=device),
+                holes(triton.next_power_of_2(floats), device),
                 torch.zeros(triton.next_power_of_2(items), dtype=torch.int32, device=device),
             )
         )
@@ -351,7 +366,8 @@ def _launch(q, k_cache, v_cache, cache_len, scale, window, out, lse=None, choice
                     for cache in (k_cache, v_cache)
                     for columns in (options["D_LO"], options["D_HI"])
                 ]
-            workspace = _workspace(q.device, slot_rows * (options["D_PAD"] + STATE_WIDTH.value), items)
+            floats = slot_rows * (options["D_PAD"] + STATE_WIDTH.value)
+            workspace = _workspace(q.device, floats, items, options["COLLECT"] is not None)
             # Known strides save 20 registers, but groups are slower with them: 32 heads over 8 took 7.4 us, not 6.4,
             # at 2048 positions (NVIDIA H200, 2026-11-30).
             known_strides = (k_cache.stride(2), v_cache.stride(2)) if Hq == Hkv else (None, None)
@@ -388,12 +404,16 @@ def _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence):
     d_pad = triton.next_power_of_2(D)
     # Partials merged at a time: those that 96 registers of each thread hold, and no more code than that of 16.
     block_s = min(16, pow2_floor(96 // (2 + triton.cdiv(block_r * d_pad, 32 * choice.num_warps))))
+    block_s = min(block_s, triton.next_power_of_2(splits))
+    # One thread for each four columns: a thread that waits for several would do so one after the other.
+    collects = choice.collects and whole_splits and block_r * d_pad <= 4 * 32 * choice.num_warps
+    distance = 4 * 2 * choice.rows * (d_pad + STATE_WIDTH.value)  # bytes: each program has two slots
     grid = (splits, items) if whole_splits else (num_programs,)
     return grid, 2 * num_programs * choice.rows, items, {
         "Hq": Hq, "Hkv": Hkv, "D": D, "D_LO": d_lo, "D_HI": d_hi, "D_PAD": d_pad, "ROWS": choice.rows,
         # tl.dot takes 16 rows, of which up to 8 leave the loop.
         "BLOCK_H": max(16, block_r), "OUT_ROWS": max(8, block_r), "BLOCK_R": block_r,
-        "BLOCK_S": min(block_s, triton.next_power_of_2(splits)), "ONE_BLOCK": splits <= block_s,
+        "BLOCK_S": block_s, "ONE_BLOCK": splits <= block_s,
         "BLOCK_T": choice.block_t,
         # A product takes at least 16 keys per warp.
         "WARPS": min(choice.num_warps, choice.block_t // 16),
@@ -401,7 +421,8 @@ def _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence):
         "Q_COLUMNS": choice.q_columns,
         "SPLITS_PER_ITEM": whole_splits, "INTERLEAVED": choice.interleaved,
         "B_PAD": triton.next_power_of_2(B), "PER_SEQUENCE": per_sequence,
-        "NUM_STAGES": choice.num_stages, "EARLY": choice.early, "PDL": choice.pdl,
+        "NUM_STAGES": choice.num_stages, "EARLY": choice.early,
+        "COLLECT": collect_ptx(block_s, distance) if collects else None, "PDL": choice.pdl,
         **launch_options(choice.pdl, num_warps=choice.num_warps),
     }  # fmt: skip
 

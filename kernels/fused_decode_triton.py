@@ -19,7 +19,7 @@ PDL: PTX ISA, griddepcontrol). What keeps that safe, in this file and for whoeve
 - The wait stands outside every loop that the compiler could pipeline.
 
 Sources: the fusion map follows the published CUDA-graph step for Llama-1B in msaroufim/megakernels-vs-cuda-graphs
-(llama/kernels); the split-KV scheme is Flash-Decoding (Dao et al., 2023), reduced by the last program to arrive.
+(llama/kernels); the split-KV scheme is Flash-Decoding (Dao et al., 2023), reduced by the last program as they come.
 """
 
 import triton
@@ -30,11 +30,12 @@ from kernels.decode_attention_triton import (
     LOWEST,
     STATE_WIDTH,
     _accumulate,
+    _collect,
     _dot,
     _first_rows,
     _in_units,
+    _leave_holes,
     _load_columns,
-    _merge_partials,
     _merge_warps,
     _spread,
     _spread_columns,
@@ -531,8 +532,7 @@ def _rope_attention_kernel(
     k_ptr,  # [HKV, T_max, D]
     v_ptr,
     out_ptr,  # [HQ * D]
-    partial_ptr,  # [HQ, SPLITS, D_PAD + STATE_WIDTH] float32, accumulators in V's places
-    arrived_ptr,  # [HQ] int32, zero before and after
+    partial_ptr,  # [HQ, SPLITS, D_PAD + STATE_WIDTH] float32, accumulators in V's places; holes before and after
     window,
     scale,
     stride_kh,
@@ -551,14 +551,16 @@ def _rope_attention_kernel(
     WARPS: tl.constexpr,
     DIRECT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    COLLECT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program = (query head, split): RoPE, attention over its share of the past, and the new token in the last.
 
     The splits take the past's tiles in turn, and those that would get none do not take part, so one launch serves every
-    length and a short context has no reduction at all. With more than one split, the program that arrives last adds
-    them up, always in their order: the same bits every time. The first query head of a group writes the group's new K/V
-    row; all of them take it from qkv, so nobody reads what is being written.
+    length and a short context has no reduction at all. With more than one split, the last one adds them up as they
+    come (see _collect), always in their order: the same bits every time. The first query head of a group writes the
+    group's new K/V row; all of them take it from qkv, so nobody reads what is being written.
 
     Within a tile each warp has keys and a softmax state of its own, as decode_attention_triton.py's ``_attend`` has
     them and for its reasons: warps meet once, at the end. The query is one row of a product's 16, the others repeat it.
@@ -676,28 +678,20 @@ def _rope_attention_kernel(
         tl.store(row + D_LO + places_hi, acc_hi, mask=kept_hi)
     copy = tl.arange(0, ROWS)
     _store_state(row + 0 * copy, copy == 0, running_max, running_sum, D_PAD, places_lo.shape[1])
-    # The atomic is issued by one thread: without the barrier it would not order the other threads' stores.
-    tl.debug_barrier()
-    arrived = tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu")
-    if arrived == active - 1:
-        total_max = tl.full([1], LOWEST, tl.float32)
-        total = tl.zeros([1], tl.float32)
-        acc = tl.zeros([1, D_PAD], tl.float32)
-        BLOCK_S: tl.constexpr = SPLITS if SPLITS < 16 else 16  # more only take long to compile
-        for start_split in range(0, SPLITS, BLOCK_S):
-            rows, masks = (), ()
-            for i in tl.static_range(BLOCK_S):
-                one = start_split + i + tl.arange(0, 1)
-                rows += (partial_ptr + (head * SPLITS + one) * (D_PAD + STATE_WIDTH),)
-                masks += (one < active,)
-            total_max, total, acc = _merge_partials(rows, masks, total_max, total, acc, D_LO + D_HI, D_PAD)
-        places = tl.arange(0, D_PAD)[None, :]
-        dims = _v_dims(places, 0, D_LO, DIRECT)
-        if D_HI:
-            dims = tl.where(places < D_LO, dims, _v_dims(places - D_LO, D_LO, D_HI, DIRECT))
-        mask = (places < D_LO + D_HI) & (dims < D)
-        tl.store(out_ptr + dims, (acc / total[:, None]).to(kind), mask=mask)
-        tl.store(arrived_ptr + head, 0)
+    if owns_new:
+        first_row = partial_ptr + (head * SPLITS + tl.arange(0, 1)) * (D_PAD + STATE_WIDTH)
+        _, _, merged = _collect(
+            first_row, active, D_PAD + STATE_WIDTH, D_LO + D_HI, D_PAD, BLOCK_S, SPLITS == BLOCK_S, COLLECT
+        )  # fmt: skip
+        for i in tl.static_range(4):
+            places = 4 * tl.arange(0, D_PAD // 4)[None, :] + i
+            dims = _v_dims(places, 0, D_LO, DIRECT)
+            if D_HI:
+                dims = tl.where(places < D_LO, dims, _v_dims(places - D_LO, D_LO, D_HI, DIRECT))
+            tl.store(out_ptr + dims, merged[i].to(kind), mask=(places < D_LO + D_HI) & (dims < D))
+        _leave_holes(
+            first_row, tl.arange(0, 1) == 0, active, D_PAD + STATE_WIDTH, D_LO + D_HI, D_PAD, BLOCK_S, SPLITS == BLOCK_S
+        )  # fmt: skip
 
 
 @triton.jit

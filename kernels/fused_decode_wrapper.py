@@ -6,13 +6,14 @@ kernel before it still runs, and waits by itself. The first kernel of a token, `
 reading the past before the wait right (fused_decode_triton.py states the rules).
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 import triton
 
-from kernels.decode_attention_triton import STATE_WIDTH
-from kernels.decode_attention_wrapper import split_head_dim
+from kernels.decode_attention_triton import STATE_WIDTH, collect_ptx
+from kernels.decode_attention_wrapper import holes, split_head_dim
 from kernels.device import (
     check_launchable,
     device_info,
@@ -55,10 +56,9 @@ class AttentionConfig(NamedTuple):
 
 
 class AttentionWorkspace(NamedTuple):
-    """Scratch of rope_attention, shared by all layers of a chain: partial results, arrival counters."""
+    """Scratch of rope_attention, shared by all layers of a chain: partial results, nothing but holes in between."""
 
     partial: torch.Tensor
-    arrived: torch.Tensor
     config: AttentionConfig
 
 
@@ -203,11 +203,8 @@ def attention_workspace(num_heads, head_dim, max_seq_len, dtype, device, config=
         config = attention_config(
             num_heads, head_dim, dtype.itemsize, max_seq_len, info.sm_count, tensor_cores=info.capability >= (8, 0)
         )
-    return AttentionWorkspace(
-        torch.empty(_partial_shape(num_heads, head_dim, config), dtype=torch.float32, device=device),
-        torch.zeros(num_heads, dtype=torch.int32, device=device),
-        config,
-    )
+    shape = _partial_shape(num_heads, head_dim, config)
+    return AttentionWorkspace(holes(math.prod(shape), device).view(shape), config)
 
 
 def _check(reference, **tensors):
@@ -340,13 +337,15 @@ def rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, 
     # K and V go to the tensor cores directly where there are some, and a warp for each set of keys.
     direct = qkv.element_size() == 2 and device_info(qkv.device).capability >= (8, 0) and warps == config.num_warps
     head_strides = k_cache.stride(0), v_cache.stride(0)
+    block_s = min(config.splits, 16)  # more at once only take long to compile
     _rope_attention_kernel[(Hq, config.splits)](
-        qkv, cos, sin, lengths, k_cache, v_cache, out, workspace.partial, workspace.arrived,
+        qkv, cos, sin, lengths, k_cache, v_cache, out, workspace.partial,
         T_max if window is None else window, D**-0.5 if scale is None else scale,
         *head_strides, STRIDE_KT=k_cache.stride(1), STRIDE_VT=v_cache.stride(1),
         HQ=Hq, HKV=Hkv, D=D, D_PAD=triton.next_power_of_2(D), D_LO=d_lo, D_HI=d_hi, ROTARY=2 * half,
         SPLITS=config.splits, BLOCK_T=config.block_t, WARPS=warps, DIRECT=direct,
-        STRIDE_UNIT=stride_unit(*head_strides), PDL=pdl,
+        STRIDE_UNIT=stride_unit(*head_strides),
+        BLOCK_S=block_s, COLLECT=collect_ptx(block_s, 4 * workspace.partial.shape[2]), PDL=pdl,
         **launch_options(pdl, num_warps=config.num_warps, num_stages=1),
     )  # fmt: skip
     return out

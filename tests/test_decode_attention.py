@@ -15,7 +15,7 @@ import torch
 
 import config
 from kernels import decode_attention_wrapper as wrapper
-from kernels.decode_attention_triton import STATE_WIDTH
+from kernels.decode_attention_triton import HOLE, STATE_WIDTH
 from kernels.decode_attention_wrapper import (
     choose_launch,
     choose_num_programs,
@@ -70,16 +70,18 @@ def small_tiles(q, k_cache):
 
 def split_attention(q, k_cache, v_cache, cache_len, num_programs, *, interleaved=True, choice=None, **kwargs):
     """(out, lse) of the split kernel (0 programs: the single pass), by default in small tiles, with a workspace full of
-    NaN.
+    NaN (which holes are, too).
     """
     choice = (choice or small_tiles(q, k_cache))._replace(interleaved=interleaved)
-    for workspace in wrapper._workspaces.get(q.device, ()):
+    for workspace in wrapper._workspaces.get((q.device, False), ()):
         workspace.partial.fill_(float("nan"))
     result = decode_attention_with_lse(
         q, k_cache, v_cache, cache_len, choice=choice, num_programs=num_programs, **kwargs
     )
-    for workspace in wrapper._workspaces.get(q.device, ()):
+    for workspace in wrapper._workspaces.get((q.device, False), ()):
         assert not workspace.arrived.any(), "a launch must leave its counters at 0 for the next"
+    for workspace in wrapper._workspaces.get((q.device, True), ()):
+        assert (workspace.partial.view(torch.int32) == HOLE.value).all(), "a launch that collects must leave holes"
     return result
 
 
@@ -253,17 +255,45 @@ def test_window_inside_and_across_splits(window, device):
 
 @pytest.mark.parametrize("interleaved", (False, True), ids=("runs of tiles", "tiles in turn"))
 @pytest.mark.parametrize("length", (1, 16, 17, 49, 79, 80))
-def test_whole_splits(length, interleaved, device):
+@pytest.mark.parametrize("collects", (False, True), ids=("counted", "collected"))
+def test_whole_splits(length, interleaved, collects, device):
     """Two heads in 3 splits each, one of them a tile longer or none, with and without a window."""
+    inputs = make_inputs(1, 2, 2, 32, 80, device=device)
+    choice = small_tiles(*inputs[:2])._replace(collects=collects)
     for window in (None, 40):
-        inputs = make_inputs(1, 2, 2, 32, 80, device=device)
-        check(*inputs, [length], window=window, num_programs=6, interleaved=interleaved)
+        check(*inputs, [length], window=window, num_programs=6, interleaved=interleaved, choice=choice)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "B, Hq, Hkv, D, splits",
+    ((1, 2, 2, 42, 3), (2, 3, 3, 96, 4), (1, 6, 2, 80, 5), (1, 4, 1, 128, 8), (1, 2, 2, 256, 17)),
+)
+def test_collected_splits(B, Hq, Hkv, D, splits, dtype, device):
+    """Rows and columns that only pad, groups, more partials than are loaded at a time, twice in the same memory."""
+    T_max = 32 * splits
+    inputs = make_inputs(B, Hq, Hkv, D, T_max, dtype=dtype, device=device)
+    choice = choose_launch(B, Hkv, Hq // Hkv, D, dtype.itemsize, T_max, device_info(device), block_t=32)
+    choice = choice._replace(block_t=32, num_warps=4, min_tiles=1, few_splits=1, collects=True)
+    assert wrapper._split_options(choice, B * Hkv * splits, B, Hq, Hkv, D, False)[-1]["COLLECT"] is not None
+    for length in (T_max, T_max // 2 + 1):
+        check(*inputs, [length] * B, num_programs=B * Hkv * splits, choice=choice)
+
+
+@pytest.mark.parametrize("bits", (-1, 0x7FFFFFFF), ids=hex)
+def test_values_that_look_like_holes(bits, device):
+    """A NaN whose bits say "not written yet" comes out of the arithmetic as another one: nobody waits for it."""
+    q, k_cache, v_cache = make_inputs(1, 2, 2, 32, 80, device=device)
+    nan = torch.tensor(bits, dtype=torch.int32, device=device).view(torch.float32)
+    k_cache[:, 0, 20], v_cache[:, 1, 20, 5] = nan, nan
+    out, _ = split_attention(q, k_cache, v_cache, 80, 6)
+    assert out[0, 0].isnan().all() and out[0, 1].isnan().nonzero().tolist() == [[5]]
 
 
 def written_maxima(device, programs, rows, head_dim):
     """Which softmax maxima of partial results a launch has stored, [programs, 2 slots, rows]."""
     width = head_dim + STATE_WIDTH.value
-    partial = wrapper._workspaces[device][-1].partial[: programs * 2 * rows * width]
+    partial = wrapper._workspaces[device, False][-1].partial[: programs * 2 * rows * width]
     return ~partial.view(programs, 2, rows, width)[..., head_dim].isnan()
 
 
@@ -357,11 +387,12 @@ def test_split_agrees_with_the_single_pass_on_views(device):
 
 
 def test_workspace_grows_and_keeps_what_a_graph_may_hold(device):
-    small = wrapper._workspace(device, 1000, 10)
-    large = wrapper._workspace(device, 2 * small.partial.numel(), 2 * small.arrived.numel())
+    small = wrapper._workspace(device, 1000, 10, True)
+    large = wrapper._workspace(device, 2 * small.partial.numel(), 2 * small.arrived.numel(), True)
     assert large.partial.numel() >= 2 * small.partial.numel() and large.arrived.numel() >= 2 * small.arrived.numel()
-    assert wrapper._workspace(device, 1000, 10) is large
-    assert any(workspace is small for workspace in wrapper._workspaces[device])
+    assert wrapper._workspace(device, 1000, 10, True) is large
+    assert any(workspace is small for workspace in wrapper._workspaces[device, True])
+    assert all(workspace is not large for workspace in wrapper._workspaces.get((device, False), ()))
 
 
 @pytest.mark.gpu
@@ -684,8 +715,8 @@ for Hq, Hkv, D, dtype, limit in {shapes}:
 
 @pytest.mark.parametrize("heads", ((32, 32, 96), (32, 8, 128)), ids=("one row", "group"))
 def test_little_passes_between_threads(heads):
-    """Barriers are latency that every call has. On Hopper q needs none, the merge of partials none but the counter's,
-    and warps meet in two or three exchanges.
+    """Barriers are latency that every call has. On Hopper q needs none, warps meet in two or three exchanges, and the
+    merge of partials has none but the counter's or, where they are collected, the one before they are erased.
     """
     run_python(
         AOT
@@ -696,7 +727,9 @@ with compile_only((9, 0)) as compiled:
     decode_attention(q, cache, cache, 2048)
 (kernel,) = compiled
 before, after = kernel.ptx.split("mma.sync", 1)[0], kernel.ptx.rsplit("mma.sync", 1)[1]
-merge = after.split("atom.", 1)[1]
+collected = Hq == Hkv
+assert collected == ("atom." not in after)
+merge = after.split("again:" if collected else "atom.", 1)[1]
 barriers = [part.count("bar.sync") for part in (before, after, merge)]
 assert barriers[0] <= 4 and barriers[1] <= 10 and barriers[2] <= 2, barriers
 """,

@@ -27,17 +27,15 @@ def test_changes_have_the_fields_types():
 
 def test_a_contender_is_the_choice_but_for_its_changes(monkeypatch):
     asked = []
-    chosen = DecodeLaunch(4, 32, 4, 4, 1, 6, 8, True, False, 16, False, False)
+    chosen = DecodeLaunch(4, 32, 4, 4, 1, 6, 8, True, False, 16, False, False, False)
     monkeypatch.setattr(script, "default_launch", lambda q, k, v: chosen)
-    monkeypatch.setattr(
-        script, "decode_attention_with_lse", lambda q, k, v, n, **launch: (asked.append((n, launch)), None)
-    )
+    monkeypatch.setattr(script, "_launch", lambda q, k, v, n, *options, **launch: asked.append((n, options, launch)))
     ((q, k, v),), _ = script.step4.make_inputs(script.step4.TINY_SHAPES[1], 40, 1, script.torch.float32, "cpu")
     script.contender({"early": True, "splits": 3})(q, k, v)
     script.contender({"num_stages": 2})(q, k, v)
-    assert asked[0] == (40, {"choice": chosen._replace(early=True), "num_programs": 3 * 2})
+    assert asked[0] == (40, (None, None, None), {"choice": chosen._replace(early=True), "num_programs": 3 * 2})
     programs = choose_num_programs(chosen, 1, 2, 2, 40, device_info(q.device).sm_count)
-    assert asked[1][1] == {"choice": chosen._replace(num_stages=2), "num_programs": programs}
+    assert asked[1][2] == {"choice": chosen._replace(num_stages=2), "num_programs": programs}
 
 
 def test_without_a_gpu_answers_are_checked(monkeypatch, no_gpu, capsys):

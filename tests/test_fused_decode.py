@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kernels import fused_decode_wrapper
+from kernels.decode_attention_triton import HOLE
 from kernels.device import (
     DeviceInfo,
     _cuda_driver,
@@ -205,7 +206,7 @@ def check_rope_attention(what, Hq, Hkv, D, T_max, position, window, rotary, conf
     for cache, old in zip((k_cache, v_cache), before, strict=True):
         cache[:, position] = old[:, position]
         assert torch.equal(cache.nan_to_num(7), old.nan_to_num(7)), "a row of the past or the future was written"
-    assert (workspace.arrived == 0).all() and lengths.item() == position
+    assert (workspace.partial.view(torch.int32) == HOLE.value).all() and lengths.item() == position
 
 
 def test_rope_attention_counts_the_window_right(device):
@@ -228,6 +229,15 @@ def test_an_infinite_new_value_is_infinite_whatever_the_splits(splits, device):
     workspace = attention_workspace(1, 24, 64, torch.float32, device, AttentionConfig(splits, 16, 1))
     out = rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(24, device=device), workspace)
     assert out[3] == float("inf") and out.isfinite().sum() == 23
+
+
+def test_rope_attention_does_not_wait_for_values_that_look_like_holes(device):
+    qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(1, 1, 24, 64, 50, torch.float32, device)
+    v_cache.view(torch.int32)[0, (3, 20), 5] = HOLE.value
+    qkv.view(torch.int32)[2 * 24 + 7] = HOLE.value
+    workspace = attention_workspace(1, 24, 64, torch.float32, device, AttentionConfig(4, 16, 1))
+    out = rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(24, device=device), workspace)
+    assert out.isnan().nonzero().flatten().tolist() == [5, 7]
 
 
 def test_rope_attention_reads_the_right_kv_head(device):
