@@ -88,22 +88,26 @@ def split_attention(q, k_cache, v_cache, cache_len, num_programs, *, interleaved
 def check(q, k_cache, v_cache, lengths, *, num_programs=None, window=None, scale=None, **kwargs):
     """A kernel over poisoned caches against float64, by the error of SDPA on the visible keys alone.
 
-    num_programs: None is decode_attention itself, a number split_attention (with ``kwargs``).
+    num_programs: None is decode_attention itself, a number split_attention (with ``kwargs``); or several of these.
     """
     poison(k_cache, lengths, window)
     poison(v_cache, lengths, window)
     arguments = q, k_cache, v_cache, as_cache_len(lengths, q.device)
-    if num_programs is None:
-        out = decode_attention(*arguments, window=window, scale=scale)
-    else:
-        out, _ = split_attention(*arguments, num_programs, window=window, scale=scale, **kwargs)
+    outs = {}
+    for programs in num_programs if isinstance(num_programs, tuple) else (num_programs,):
+        if programs is None:
+            outs[programs] = decode_attention(*arguments, window=window, scale=scale)
+        else:
+            outs[programs], _ = split_attention(*arguments, programs, window=window, scale=scale, **kwargs)
     for b, length in enumerate(lengths):
         first = 0 if window is None else max(length - window, 0)
         k, v = k_cache[b : b + 1, :, first:length], v_cache[b : b + 1, :, first:length]
         row = q[b : b + 1, :, None]
         reference = attention_ref(row.double(), k.double(), v.double(), scale=scale)[:, :, 0]
         native = sdpa_explicit(row, k, v, scale=scale)[:, :, 0] if length else torch.zeros_like(row[:, :, 0])
-        assert_close_to_reference(out[b : b + 1], reference, native, what=f"out[{b}], length {length}")
+        for programs, out in outs.items():
+            what = f"out[{b}], length {length}, {programs} programs"
+            assert_close_to_reference(out[b : b + 1], reference, native, what=what)
 
 
 # --- Right answers ---------------------------------------------------------------------------------------------------
@@ -131,9 +135,8 @@ def test_head_dims(head_dim, device):
 def test_whole_matrix(Hq, Hkv, head_dim, dtype, device):
     for length in (*LENGTHS, 333, 4096, 5000):
         for window in (None, 100):
-            for num_programs in (None, 0, 7, 500):
-                inputs = make_inputs(2, Hq, Hkv, head_dim, length + 70, dtype=dtype, device=device)
-                check(*inputs, [length, length + 70], window=window, num_programs=num_programs)
+            inputs = make_inputs(2, Hq, Hkv, head_dim, length + 70, dtype=dtype, device=device)
+            check(*inputs, [length, length + 70], window=window, num_programs=(None, 0, 7, 500))
 
 
 @pytest.mark.parametrize("num_programs", (0, 7))
@@ -275,9 +278,16 @@ def test_collected_splits(B, Hq, Hkv, D, splits, dtype, device):
     inputs = make_inputs(B, Hq, Hkv, D, T_max, dtype=dtype, device=device)
     choice = choose_launch(B, Hkv, Hq // Hkv, D, dtype.itemsize, T_max, device_info(device), block_t=32)
     choice = choice._replace(block_t=32, num_warps=4, min_tiles=1, few_splits=1, collects=True)
-    assert wrapper._split_options(choice, B * Hkv * splits, B, Hq, Hkv, D, False)[-1]["COLLECT"] is not None
+    programs = B * Hkv * splits
+    assert wrapper._split_options(choice, programs, B, Hq, Hkv, D, False)[-1]["COLLECT"] is not None
     for length in (T_max, T_max // 2 + 1):
-        check(*inputs, [length] * B, num_programs=B * Hkv * splits, choice=choice)
+        if dtype != torch.float32:
+            check(*inputs, [length] * B, num_programs=programs, choice=choice)
+        both = [
+            split_attention(*inputs, length, programs, choice=choice._replace(collects=collects))
+            for collects in (True, False)
+        ]
+        torch.testing.assert_close(*both, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", (-1, 0x7FFFFFFF), ids=hex)
