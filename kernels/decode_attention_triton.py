@@ -593,6 +593,22 @@ def _collect(
 
 
 @triton.jit
+def _store_collected(row_ptrs, mask_row, columns, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Store the first D columns of what _collect returns.
+
+    Of one row, each thread what it has. Of more, Triton would first pass them on between threads, for each store anew.
+    """
+    kind = row_ptrs.dtype.element_ty
+    if row_ptrs.shape[0] == 1:
+        for i in tl.static_range(4):
+            column = 4 * tl.arange(0, D_PAD // 4)[None, :] + i
+            tl.store(row_ptrs[:, None] + column, columns[i].to(kind), mask=mask_row[:, None] & (column < D))
+    else:
+        joined = tl.join(tl.join(columns[0], columns[2]), tl.join(columns[1], columns[3]))
+        _store_columns(row_ptrs, mask_row, tl.reshape(joined, [row_ptrs.shape[0], D_PAD]), 0, D_PAD, D, 1)
+
+
+@triton.jit
 def _leave_holes(
     rows, mask_row, count, DISTANCE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
@@ -662,6 +678,12 @@ def _attend_piece(
     # Before anything else: the addresses of q and of the tiles' own loads take a while to compute.
     _prefetch(k_ahead, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
     _prefetch(v_ahead, D * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    WIDTH: tl.constexpr = D_PAD + STATE_WIDTH
+    if COLLECT is not None:
+        if slot == 2 * last_program:
+            # Holes that other launches' reads drove out of the L2 would have to come from DRAM, behind all the keys.
+            other = tl.minimum(tl.arange(0, BLOCK_S), last_program)
+            _prefetch(partial_ptr + (base_slot + 2 * other).to(tl.int64) * (ROWS * WIDTH), 4 * ROWS * WIDTH)
     offs_r = tl.arange(0, BLOCK_R) + zero
     mask_r = (offs_r < ROWS) & (head_block * ROWS + offs_r < GROUP)
     q_rows = q_ptr + wide_batch * stride_qb + (kv_head * GROUP + head_block * ROWS + offs_r) * stride_qh
@@ -687,7 +709,6 @@ def _attend_piece(
             mask_h, running_max, running_sum, acc_lo, acc_hi, D, D_LO, D_HI, COPIES,
         )  # fmt: skip
     else:
-        WIDTH: tl.constexpr = D_PAD + STATE_WIDTH
         FOURS: tl.constexpr = (D + 3) // 4 * 4  # columns are collected in fours
         rows = partial_ptr + ((base_slot + slot).to(tl.int64) * ROWS + offs_h) * WIDTH
         _store_columns(rows, offs_h < ROWS, acc_lo, 0, D_LO, FOURS, COPIES)
@@ -704,17 +725,10 @@ def _attend_piece(
                 merged_max, merged_sum, merged = _collect(
                     first_rows, last_program + 1, 2 * ROWS * WIDTH, FOURS, D_PAD, BLOCK_S, ONE_BLOCK, COLLECT
                 )  # fmt: skip
-                column = 4 * tl.arange(0, D_PAD // 4)[None, :]
-                if BLOCK_R > 1:
-                    a, b, c, d = merged
-                    m = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK_R, D_PAD])
-                    _store_columns(out_rows, mask_r, m, 0, D_PAD, D, 1)
-                else:
-                    for i in tl.static_range(4):
-                        value = merged[i].to(out_ptr.dtype.element_ty)
-                        tl.store(out_rows[:, None] + (column + i), value, mask=mask_r[:, None] & (column + i < D))
+                _store_collected(out_rows, mask_r, merged, D, D_PAD)
                 if lse_ptr is not None:
                     lse = (merged_max + tl.log2(merged_sum)) * LN_2
+                    column = tl.arange(0, D_PAD // 4)[None, :]
                     tl.store(lse_rows[:, None] + 0 * column, lse, mask=mask_r[:, None] & (column == 0))
                 _leave_holes(
                     first_rows, offs_r < ROWS, last_program + 1, 2 * ROWS * WIDTH, FOURS, D_PAD, BLOCK_S, ONE_BLOCK
@@ -748,7 +762,7 @@ def _decode_attention_split_kernel(
     v_hi_desc,
     out_ptr,  # [B, Hq, D]
     lse_ptr,  # [B, Hq] fp32 contiguous, or None
-    partial_ptr,  # [2 * programs, ROWS, D_PAD + STATE_WIDTH] fp32
+    partial_ptr,  # [2 * programs, ROWS, D_PAD + STATE_WIDTH] fp32; with COLLECT holes before and after each launch
     arrived_ptr,  # [B * Hkv * HEAD_BLOCKS] int32: partials that are stored; 0 before and after each launch
     cache_len,  # int, or with PER_SEQUENCE a pointer to int32 [B]
     B,
@@ -786,7 +800,7 @@ def _decode_attention_split_kernel(
     STRIDE_UNIT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     EARLY: tl.constexpr,
-    COLLECT: tl.constexpr,
+    COLLECT: tl.constexpr,  # collect_ptx(BLOCK_S, bytes between two programs' partials): see _collect; or None
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program = an equal share of the key tiles of all sequences and KV heads, laid end to end.
@@ -798,7 +812,8 @@ def _decode_attention_split_kernel(
 
     With SPLITS_PER_ITEM the grid is (splits, items) and a program has one piece. Sequences of one length need no more,
     and the first keys are asked for much sooner: what a loop over pieces does not change is computed in front of it.
-    The piece is a run of tiles or, INTERLEAVED, every splits-th tile, which takes no division to find.
+    The piece is a run of tiles or, INTERLEAVED, every splits-th tile, which takes no division to find. With COLLECT the
+    item's last program, whose index is the highest and which so starts last, merges the states as they come.
     """
     GROUP: tl.constexpr = Hq // Hkv
     HEAD_BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS

@@ -39,7 +39,8 @@ class DecodeLaunch(NamedTuple):
     few_splits-th split of an item on; interleaved: whole splits take tiles in turn, not a run of them; tma: tiles by
     tensor descriptor (see tma_fits); q_columns: columns of q per load (see _load_pieces); pdl: programmatic dependent
     launch; early: whether whole splits let the next launch's programs come as soon as they have read their keys;
-    collects: whether the last of an item's whole splits merges them as they come (see _collect).
+    collects: whether the last of an item's whole splits merges them as they come (see _collect), else that which
+    arrives last.
     """
 
     rows: int
@@ -159,7 +160,8 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         # The next launch's programs take the places that come free first, several on one multiprocessor and none on
         # another: a loss unless there is room for them, or one fills a multiprocessor.
         early=pdl and (tma or roomy or keys_per_sm <= 160),
-        collects=single,
+        # One thread for each four columns: a thread that waits for several would do so one after the other.
+        collects=triton.next_power_of_2(rows) * triton.next_power_of_2(head_dim) <= 4 * 32 * num_warps,
     )  # fmt: skip
 
 
@@ -228,8 +230,8 @@ def holes(floats, device):
 def _workspace(device, floats, items, collects):
     """The device's workspace, made or grown to powers of two at need.
 
-    All calls on a device share it, so calls on different streams must not overlap in time. One launch leaves counters
-    of 0 and, where it collects, nothing but holes to the next.
+    All calls on a device share it, so calls on different streams must not overlap in time: one would take what another
+    waits for. A launch leaves counters of 0 and, where it collects, nothing but holes to the next.
     """
     made = _workspaces.setdefault((device, collects), [])
     if not made or made[-1].partial.numel() < floats or made[-1].arrived.numel() < items:
@@ -260,7 +262,8 @@ def decode_attention(q, k_cache, v_cache, cache_len, *, scale=None, window=None,
     scale: factor of q @ k^T, D ** -0.5 by default. window: keep the last ``window`` positions, the newest included.
     out: where to write, [B, Hq, D] of q's dtype, D contiguous; returned.
 
-    Raises ValueError on anything else. There is no backward: use flash_attention to train.
+    Calls on one device share scratch memory: those on different streams must not overlap in time, or they may never
+    end. Raises ValueError on anything else. There is no backward: use flash_attention to train.
     """
     if torch.compiler.is_compiling():
         length, lengths = (None, cache_len) if isinstance(cache_len, torch.Tensor) else (cache_len, None)
@@ -405,8 +408,6 @@ def _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence):
     # Partials merged at a time: those that 96 registers of each thread hold, and no more code than that of 16.
     block_s = min(16, pow2_floor(96 // (2 + triton.cdiv(block_r * d_pad, 32 * choice.num_warps))))
     block_s = min(block_s, triton.next_power_of_2(splits))
-    # One thread for each four columns: a thread that waits for several would do so one after the other.
-    collects = choice.collects and whole_splits and block_r * d_pad <= 4 * 32 * choice.num_warps
     distance = 4 * 2 * choice.rows * (d_pad + STATE_WIDTH.value)  # bytes: each program has two slots
     grid = (splits, items) if whole_splits else (num_programs,)
     return grid, 2 * num_programs * choice.rows, items, {
@@ -422,7 +423,7 @@ def _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence):
         "SPLITS_PER_ITEM": whole_splits, "INTERLEAVED": choice.interleaved,
         "B_PAD": triton.next_power_of_2(B), "PER_SEQUENCE": per_sequence,
         "NUM_STAGES": choice.num_stages, "EARLY": choice.early,
-        "COLLECT": collect_ptx(block_s, distance) if collects else None, "PDL": choice.pdl,
+        "COLLECT": collect_ptx(block_s, distance) if choice.collects and whole_splits else None, "PDL": choice.pdl,
         **launch_options(choice.pdl, num_warps=choice.num_warps),
     }  # fmt: skip
 

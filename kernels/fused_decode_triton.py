@@ -552,7 +552,7 @@ def _rope_attention_kernel(
     DIRECT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    COLLECT: tl.constexpr,
+    COLLECT: tl.constexpr,  # collect_ptx(BLOCK_S, bytes of a partial)
     PDL: tl.constexpr,
 ):
     """One program = (query head, split): RoPE, attention over its share of the past, and the new token in the last.
