@@ -561,8 +561,7 @@ def _collect(
     this must be the last to start of those that share the item: then those that it waits for are running or done.
 
     S partials are loaded at a time; ONE_BLOCK: there are no more. Return maximum and sum, [R, D_PAD / 4] that are equal
-    in each row, and the accumulator divided by the sum (0 where that is 0), every fourth column from columns 0, 1, 2
-    and 3 on: four times [R, D_PAD / 4].
+    in each row, and the accumulator, every fourth column from columns 0, 1, 2 and 3 on: four times [R, D_PAD / 4].
     """
     column = 4 * tl.arange(0, D_PAD // 4)[None, :]
     accs = rows[:, None] + tl.where(column < D, column, 0)
@@ -588,24 +587,27 @@ def _collect(
             c += loaded[6 * i + 2] * share
             d += loaded[6 * i + 3] * share
         running_max = new_max
-    divisor = tl.where(running_sum == 0, 1.0, running_sum)
-    return running_max, running_sum, (a / divisor, b / divisor, c / divisor, d / divisor)
+    return running_max, running_sum, (a, b, c, d)
 
 
 @triton.jit
-def _store_collected(row_ptrs, mask_row, columns, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Store the first D columns of what _collect returns.
+def _store_collected(row_ptrs, mask_row, running_sum, columns, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Divide what _collect returns by its sum (0 where that is 0) and store the first D columns.
 
     Of one row, each thread what it has. Of more, Triton would first pass them on between threads, for each store anew.
     """
     kind = row_ptrs.dtype.element_ty
+    divisor = tl.where(running_sum == 0, 1.0, running_sum)
     if row_ptrs.shape[0] == 1:
         for i in tl.static_range(4):
             column = 4 * tl.arange(0, D_PAD // 4)[None, :] + i
-            tl.store(row_ptrs[:, None] + column, columns[i].to(kind), mask=mask_row[:, None] & (column < D))
+            mask = mask_row[:, None] & (column < D)
+            tl.store(row_ptrs[:, None] + column, (columns[i] / divisor).to(kind), mask=mask)
     else:
-        joined = tl.join(tl.join(columns[0], columns[2]), tl.join(columns[1], columns[3]))
-        _store_columns(row_ptrs, mask_row, tl.reshape(joined, [row_ptrs.shape[0], D_PAD]), 0, D_PAD, D, 1)
+        even = tl.join(columns[0] / divisor, columns[2] / divisor)
+        odd = tl.join(columns[1] / divisor, columns[3] / divisor)
+        joined = tl.reshape(tl.join(even, odd), [row_ptrs.shape[0], D_PAD])
+        _store_columns(row_ptrs, mask_row, joined, 0, D_PAD, D, 1)
 
 
 @triton.jit
@@ -725,7 +727,7 @@ def _attend_piece(
                 merged_max, merged_sum, merged = _collect(
                     first_rows, last_program + 1, 2 * ROWS * WIDTH, FOURS, D_PAD, BLOCK_S, ONE_BLOCK, COLLECT
                 )  # fmt: skip
-                _store_collected(out_rows, mask_r, merged, D, D_PAD)
+                _store_collected(out_rows, mask_r, merged_sum, merged, D, D_PAD)
                 if lse_ptr is not None:
                     lse = (merged_max + tl.log2(merged_sum)) * LN_2
                     column = tl.arange(0, D_PAD // 4)[None, :]

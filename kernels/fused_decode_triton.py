@@ -680,7 +680,7 @@ def _rope_attention_kernel(
     _store_state(row + 0 * copy, copy == 0, running_max, running_sum, D_PAD, places_lo.shape[1])
     if owns_new:
         first_row = partial_ptr + (head * SPLITS + tl.arange(0, 1)) * (D_PAD + STATE_WIDTH)
-        _, _, merged = _collect(
+        _, total, merged = _collect(
             first_row, active, D_PAD + STATE_WIDTH, D_LO + D_HI, D_PAD, BLOCK_S, SPLITS == BLOCK_S, COLLECT
         )  # fmt: skip
         for i in tl.static_range(4):
@@ -688,7 +688,7 @@ def _rope_attention_kernel(
             dims = _v_dims(places, 0, D_LO, DIRECT)
             if D_HI:
                 dims = tl.where(places < D_LO, dims, _v_dims(places - D_LO, D_LO, D_HI, DIRECT))
-            tl.store(out_ptr + dims, merged[i].to(kind), mask=(places < D_LO + D_HI) & (dims < D))
+            tl.store(out_ptr + dims, (merged[i] / total).to(kind), mask=(places < D_LO + D_HI) & (dims < D))
         _leave_holes(
             first_row, tl.arange(0, 1) == 0, active, D_PAD + STATE_WIDTH, D_LO + D_HI, D_PAD, BLOCK_S, SPLITS == BLOCK_S
         )  # fmt: skip

@@ -296,8 +296,8 @@ def rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, out, workspace, *, 
     qkv: [(Hq + 2 Hkv) D], q, k, v as the projection gives them. cos, sin: [>= T_max, rotary_dim / 2] float32, row p for
     position p. lengths: [1] int32, the positions already in the cache; not advanced here. k_cache, v_cache:
     [Hkv, T_max, D] with dense rows, one compilation for each distance between them; row ``lengths`` is written and must
-    exist. out: [Hq D]. ``window`` keeps the last ``window`` positions, the new one included. scale: 1 / sqrt(D) unless
-    given.
+    exist. out: [Hq D]. workspace: of one launch at a time, and ``lengths`` may not change during it, or it may never
+    end. ``window`` keeps the last ``window`` positions, the new one included. scale: 1 / sqrt(D) unless given.
     """
     Hkv, T_max, D = k_cache.shape
     Hq = out.shape[0] // D

@@ -737,7 +737,7 @@ with compile_only((9, 0)) as compiled:
     decode_attention(q, cache, cache, 2048)
 (kernel,) = compiled
 before, after = kernel.ptx.split("mma.sync", 1)[0], kernel.ptx.rsplit("mma.sync", 1)[1]
-assert "atom." not in after
+assert "atom." not in after and after.count("again:") == 1
 merge = after.split("again:", 1)[1]
 barriers = [part.count("bar.sync") for part in (before, after, merge)]
 assert barriers[0] <= 4 and barriers[1] <= 10 and barriers[2] <= 1, barriers

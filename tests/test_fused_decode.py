@@ -231,6 +231,17 @@ def test_an_infinite_new_value_is_infinite_whatever_the_splits(splits, device):
     assert out[3] == float("inf") and out.isfinite().sum() == 23
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+def test_scores_that_are_all_minus_infinite_give_nan_whatever_the_splits(splits, device):
+    qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(1, 1, 16, 64, 50, torch.float32, device, 2)
+    qkv[:16] = 1
+    qkv[16:32], qkv[16:18] = float("-inf"), 0  # two dims turn: an infinite one would be NaN then
+    k_cache[:], v_cache[:] = float("-inf"), 1
+    workspace = attention_workspace(1, 16, 64, torch.float32, device, AttentionConfig(splits, 16, 1))
+    out = rope_attention(qkv, cos, sin, lengths, k_cache, v_cache, torch.empty(16, device=device), workspace)
+    assert out.isnan().all()
+
+
 def test_rope_attention_does_not_wait_for_values_that_look_like_holes(device):
     qkv, cos, sin, lengths, k_cache, v_cache = attention_inputs(1, 1, 24, 64, 50, torch.float32, device)
     v_cache.view(torch.int32)[0, (3, 20), 5] = HOLE.value
