@@ -32,7 +32,7 @@ from kernels.device import device_info
 
 TAKEN = "as chosen"
 FIELDS = get_type_hints(DecodeLaunch) | {"splits": int}
-CHANGES = ["early=0", "early=1", "interleaved=0", "interleaved=1", "num_stages=3", "num_stages=4", "num_stages=5"]
+CHANGES = ["early=0", "early=1", "interleaved=0", "interleaved=1", "collects=0", "num_stages=3", "num_stages=5"]
 LENGTHS = [512, 2048, 8192, 32768]
 TINY_CHANGES = ["splits=1", "splits=3,interleaved=0"]
 

@@ -17,6 +17,7 @@ Flash-Decoding (Dao et al. 2023, pytorch.org/blog/flash-decoding); equal shares 
 (Osama et al. 2023, arXiv 2301.03598) and LeanAttention (Sanovar et al. 2024, arXiv 2405.10480).
 """
 
+import functools
 import struct
 
 import triton
@@ -497,6 +498,7 @@ def _merge(
 HOLE = tl.constexpr(-1)
 
 
+@functools.lru_cache(maxsize=256)  # one string for all launches, which Triton then need not hash anew
 def collect_ptx(partials, distance):
     """PTX for _load_partials: ``partials`` of them, ``distance`` bytes apart.
 

@@ -19,7 +19,7 @@ PDL: PTX ISA, griddepcontrol). What keeps that safe, in this file and for whoeve
 - The wait stands outside every loop that the compiler could pipeline.
 
 Sources: the fusion map follows the published CUDA-graph step for Llama-1B in msaroufim/megakernels-vs-cuda-graphs
-(llama/kernels); the split-KV scheme is Flash-Decoding (Dao et al., 2023), reduced by the last program as they come.
+(llama/kernels); the split-KV scheme is Flash-Decoding (Dao et al., 2023), reduced by the last split's program.
 """
 
 import triton

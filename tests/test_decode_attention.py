@@ -5,6 +5,8 @@ On the CPU the kernels run interpreted on a thinned matrix; ``make test-gpu`` ru
 
 import ast
 import os
+import random
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,7 +17,7 @@ import torch
 
 import config
 from kernels import decode_attention_wrapper as wrapper
-from kernels.decode_attention_triton import HOLE, STATE_WIDTH
+from kernels.decode_attention_triton import HOLE, LOWEST, STATE_WIDTH, collect_ptx
 from kernels.decode_attention_wrapper import (
     choose_launch,
     choose_num_programs,
@@ -283,11 +285,88 @@ def test_collected_splits(B, Hq, Hkv, D, splits, dtype, device):
     for length in (T_max, T_max // 2 + 1):
         if dtype != torch.float32:
             check(*inputs, [length] * B, num_programs=programs, choice=choice)
-        both = [
-            split_attention(*inputs, length, programs, choice=choice._replace(collects=collects))
-            for collects in (True, False)
-        ]
-        torch.testing.assert_close(*both, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        outs, lses = zip(
+            *(
+                split_attention(*inputs, length, programs, choice=choice._replace(collects=collects))
+                for collects in (True, False)
+            ),
+            strict=True,
+        )
+        torch.testing.assert_close(*outs, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        torch.testing.assert_close(*lses, rtol=1e-6, atol=1e-6)
+
+
+def run_ptx(text, operands, load):
+    """Run collect_ptx's instructions for one thread. operands: values of $0, $1, ... -> the same afterwards.
+
+    load(base, offset, n) gives n words of memory.
+    """
+    lines = [line.strip() for line in text.splitlines()]
+    values = {f"${i}": value for i, value in enumerate(operands)}
+
+    def value(name):
+        return values[name] if name in values else int(name) & 0xFFFFFFFF
+
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        at += 1
+        guard, line = re.fullmatch(r"(?:@(\w+) )?(.*?);?", line).groups()
+        if line in ("{", "}", "again:") or line.startswith(".reg") or (guard and not values[guard]):
+            continue
+        operation, _, rest = line.partition(" ")
+        if operation == "bra":
+            at = lines.index(rest + ":")
+            continue
+        if operation.startswith("ld."):
+            names, base, offset = re.fullmatch(r"\{(.*)\}, \[(\$\d+)\+(\d+)\]", rest).groups()
+            names = names.split(", ")
+            assert operation == f"ld.relaxed.gpu.global.v{len(names)}.b32"
+            values.update(zip(names, load(values[base], int(offset), len(names)), strict=True))
+            continue
+        target, *sources = rest.split(", ")
+        sources = [value(name) for name in sources]
+        compute = {
+            "mov.b32": lambda a: a,
+            "or.pred": lambda a, b: a or b,
+            "setp.gt.s32": lambda a, b: a > b,
+            "setp.ne.b32": lambda a, b: a != b,
+            "setp.eq.b32": lambda a, b: a == b,
+            "setp.eq.or.b32": lambda a, b, c: a == b or c,
+        }[operation]
+        values[target] = compute(*sources)
+    return [values[f"${i}"] for i in range(len(operands))]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("partials, count", ((1, 1), (4, 3), (7, 9), (16, 2), (16, 16)))
+def test_the_ptx_waits_for_every_word(partials, count, seed):
+    """Executed here, words arriving one by one in any order: out come those of ``count`` partials, and no hole."""
+    shuffle = random.Random(seed)
+    hole, lowest = HOLE.value & 0xFFFFFFFF, torch.tensor(LOWEST.value).view(torch.int32).item() & 0xFFFFFFFF
+    distance, acc, state = 4 * 2 * (16 + STATE_WIDTH.value), 0, 64
+    places = [[acc, acc + 4, acc + 8, acc + 12, state, state + 4] for _ in range(count)]
+    places = [[distance * i + place for place in row] for i, row in enumerate(places)]
+    pending = [place for row in places for place in row]
+    memory = dict.fromkeys(pending, hole)
+    shuffle.shuffle(pending)
+    loads = 0
+
+    def load(base, offset, n):
+        nonlocal loads
+        loads += 1
+        assert loads < 10_000, "it loads for ever"
+        assert (base + offset) % (4 * n) == 0, "a vector load must be aligned"
+        words = [memory[base + offset + 4 * j] for j in range(n)]
+        for _ in range(shuffle.randrange(3)):
+            if pending:
+                memory[pending.pop()] = shuffle.randrange(hole)
+        return words
+
+    results = run_ptx(collect_ptx(partials, distance), [hole] * 6 * partials + [acc, state, count], load)
+    for i in range(partials):
+        expected = [memory[place] for place in places[i]] if i < count else [0, 0, 0, 0, lowest, 0]
+        assert results[6 * i : 6 * i + 6] == expected and hole not in expected
 
 
 @pytest.mark.parametrize("bits", (-1, 0x7FFFFFFF), ids=hex)
@@ -674,6 +753,18 @@ from kernels.decode_attention_wrapper import decode_attention, decode_attention_
 """
 
 
+def on_hopper(Hq, Hkv, D):
+    """Code that compiles one call at 2048 positions for compute capability 9.0, ``compiled``."""
+    return (
+        AOT
+        + f"""
+q, cache = torch.empty(1, {Hq}, {D}, dtype=torch.float16), torch.empty(1, {Hkv}, 2048, {D}, dtype=torch.float16)
+with compile_only((9, 0)) as compiled:
+    decode_attention(q, cache, cache, 2048)
+"""
+    )
+
+
 @pytest.mark.parametrize("shapes", ("COMMON", "RARE"))
 @pytest.mark.parametrize("capability", ((7, 5), (8, 0), (8, 9), (9, 0), (12, 0)), ids=str)
 def test_compiles_without_spills(capability, shapes):
@@ -729,12 +820,8 @@ def test_little_passes_between_threads(heads):
     merge of partials has none but the one before they are erased.
     """
     run_python(
-        AOT
-        + f"""
-Hq, Hkv, D = {heads}
-q, cache = torch.empty(1, Hq, D, dtype=torch.float16), torch.empty(1, Hkv, 2048, D, dtype=torch.float16)
-with compile_only((9, 0)) as compiled:
-    decode_attention(q, cache, cache, 2048)
+        on_hopper(*heads)
+        + """
 (kernel,) = compiled
 before, after = kernel.ptx.split("mma.sync", 1)[0], kernel.ptx.rsplit("mma.sync", 1)[1]
 assert "atom." not in after and after.count("again:") == 1
@@ -751,15 +838,12 @@ assert barriers[0] <= 4 and barriers[1] <= 10 and barriers[2] <= 1, barriers
 def test_early_launches_wait_before_they_touch_memory(heads):
     """Once, behind the first keys' addresses; where the length is on the device, before it is read."""
     run_python(
-        AOT
-        + f"""
+        on_hopper(*heads)
+        + """
 import re
-Hq, Hkv, D = {heads}
-q, cache = torch.empty(1, Hq, D, dtype=torch.float16), torch.empty(1, Hkv, 2048, D, dtype=torch.float16)
-with compile_only((9, 0)) as compiled:
-    decode_attention(q, cache, cache, 2048)
+with compile_only((9, 0)) as by_tensor:
     decode_attention(q, cache, cache, torch.zeros(1, dtype=torch.int32))
-for kernel, predicate in zip(compiled, ("@p ", ""), strict=True):
+for kernel, predicate in zip(compiled + by_tensor, ("@p ", ""), strict=True):
     before, after = kernel.ptx.split(predicate + "griddepcontrol.wait")
     assert "griddepcontrol.wait" not in before + after
     touched = r"(ld|st|prefetch|atom|red)\\.global|cp\\.async"

@@ -467,7 +467,7 @@ for kernel in compiled:
     kinds = ["W" if "wait" in line else "s" if "evict_first" in line else "." for line in lines]
     wide = all(".v4.b32" in line for line in lines if "evict_first" in line)
     barrier = re.search(r"bar\.sync|st\.global", kernel.ptx).start()
-    late = len(re.findall(r"ld\.global\.b", kernel.ptx[barrier:]))  # neither vectors nor past L1, as in the merge
+    late = len(re.findall(r"ld\.global\.b", kernel.ptx[barrier:]))  # not vectors; the merge's are ld.relaxed
     shared = kernel.shared_memory // kernel.num_warps
     print("KERNEL", kernel.name, kernel.spill_bytes, "".join(kinds), wide, late, shared, kernel.registers)
 """
