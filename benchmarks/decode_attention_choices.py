@@ -4,13 +4,13 @@ Each argument is a contender: fields of DecodeLaunch (kernels/decode_attention_w
 that replace the choice's own, and ``splits``, the programs that share the keys of a head. Inputs, check and clock are
 those of step 4; contenders alternate.
 
-    python benchmarks/decode_attention_choices.py --shapes 1 --lengths 2048,8192 splits=12 early=1,num_stages=6
+    python benchmarks/decode_attention_choices.py --shapes 1 --lengths 2048,8192 splits=12 next_after=end,num_stages=6
 """
 
 import argparse
 import sys
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,23 +32,34 @@ from kernels.device import device_info
 
 TAKEN = "as chosen"
 FIELDS = get_type_hints(DecodeLaunch) | {"splits": int}
-CHANGES = ["early=0", "early=1", "interleaved=0", "interleaved=1", "collects=0", "num_stages=3", "num_stages=5"]
+CHANGES = [
+    "next_after=keys", "next_after=partials", "next_after=end", "interleaved=0", "interleaved=1", "collects=0",
+    "num_stages=3", "num_stages=5",
+]  # fmt: skip
 LENGTHS = [512, 2048, 8192, 32768]
 TINY_CHANGES = ["splits=1", "splits=3,interleaved=0"]
 
 
 def changes(text):
-    """argparse type: ``early=1,splits=6`` -> {"early": True, "splits": 6}."""
+    """argparse type: ``interleaved=1,splits=6`` -> {"interleaved": True, "splits": 6}."""
     found = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name not in FIELDS:
             raise argparse.ArgumentTypeError(f"{part!r} sets none of {', '.join(FIELDS)}")
+        kind = FIELDS[name]
+        words = get_args(kind)
         try:
-            found[name] = FIELDS[name](float(value) if FIELDS[name] is float else int(value))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{part!r}: expected a number after {name}=") from None
+            found[name] = value if value in words else kind(float(value) if kind is float else int(value))
+        except (TypeError, ValueError):
+            expected = ", ".join(words[:-1]) + f" or {words[-1]}" if words else "a number"
+            raise argparse.ArgumentTypeError(f"{part!r}: expected {expected} after {name}=") from None
     return found
+
+
+def label(changed):
+    """``changed`` as an argument names it."""
+    return ",".join(f"{name}={value if isinstance(value, str) else f'{value:g}'}" for name, value in changed.items())
 
 
 def contender(changed):
@@ -92,7 +103,7 @@ def main():
     args.changes = args.changes or [changes(text) for text in (CHANGES if has_gpu else TINY_CHANGES)]
     functions = {TAKEN: contender({})}
     for changed in args.changes:
-        functions[",".join(f"{name}={value:g}" for name, value in changed.items())] = contender(changed)
+        functions[label(changed)] = contender(changed)
     if not has_gpu:
         ok = step4.check_tiny(lambda cache_len, device: functions, device, dtype)
         return common.finish(None, ok, "every choice agrees with the float64 reference on small cases")

@@ -660,7 +660,7 @@ def _attend_piece(
     D: tl.constexpr, D_LO: tl.constexpr, D_HI: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr, OUT_ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     ONE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
-    Q_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
+    Q_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, NEXT_AFTER: tl.constexpr, LATE: tl.constexpr,
     COLLECT: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles at start, start + step, ... of one item, as far as position stop.
@@ -698,8 +698,8 @@ def _attend_piece(
         start, stop, step, zero, scale_log2e, stride_kt, stride_vt, D, D_LO, D_HI, BLOCK_H, OUT_ROWS, BLOCK_T, WARPS,
         WIDE_OFFSETS, NUM_STAGES,
     )  # fmt: skip
-    # All that is left is the merge. Where this would crowd the next programs, EARLY is off (choose_launch).
-    _launch_next(EARLY)
+    # All that is left is the merge. Where now is too early for the next launch, choose_launch says so.
+    _launch_next(NEXT_AFTER == "keys")
 
     COPIES: tl.constexpr = OUT_ROWS // BLOCK_R
     offs_o = tl.arange(0, OUT_ROWS) + zero
@@ -729,6 +729,7 @@ def _attend_piece(
                 merged_max, merged_sum, merged = _collect(
                     first_rows, last_program + 1, 2 * ROWS * WIDTH, FOURS, D_PAD, BLOCK_S, ONE_BLOCK, COLLECT
                 )  # fmt: skip
+                _launch_next(NEXT_AFTER == "partials")
                 _store_collected(out_rows, mask_r, merged_sum, merged, D, D_PAD)
                 if lse_ptr is not None:
                     lse = (merged_max + tl.log2(merged_sum)) * LN_2
@@ -803,7 +804,7 @@ def _decode_attention_split_kernel(
     PER_SEQUENCE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    NEXT_AFTER: tl.constexpr,
     COLLECT: tl.constexpr,  # collect_ptx(BLOCK_S, bytes between two programs' partials): see _collect; or None
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -862,7 +863,8 @@ def _decode_attention_split_kernel(
             0, splits - 1, 0, 0,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
-            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, EARLY, LATE, COLLECT,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, NEXT_AFTER, LATE,
+            COLLECT,
         )  # fmt: skip
         return
 
@@ -918,6 +920,7 @@ def _decode_attention_split_kernel(
             first_program, last_program, first_slot, zero,
             scale_log2e, stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
             stride_ob, stride_oh, Hq, ITEMS, HEAD_BLOCKS, GROUP, D, D_LO, D_HI, D_PAD, ROWS, BLOCK_H, OUT_ROWS,
-            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, False, False, None,
+            BLOCK_R, BLOCK_S, ONE_BLOCK, BLOCK_T, WARPS, WIDE_OFFSETS, Q_COLUMNS, NUM_STAGES, "end", False,
+            None,
         )  # fmt: skip
         tile = piece_end

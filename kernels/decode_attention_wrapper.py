@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -38,9 +38,9 @@ class DecodeLaunch(NamedTuple):
     the split kernel per multiprocessor; min_tiles: the least share of tiles that is worth a program, from the
     few_splits-th split of an item on; interleaved: whole splits take tiles in turn, not a run of them; tma: tiles by
     tensor descriptor (see tma_fits); q_columns: columns of q per load (see _load_pieces); pdl: programmatic dependent
-    launch; early: whether whole splits let the next launch's programs come as soon as they have read their keys;
-    collects: whether the last of an item's whole splits merges them as they come (see _collect), else that which
-    arrives last.
+    launch; next_after: when whole splits let the next launch's programs come, once they have read their keys, once
+    the partial results are collected, or only at their end; collects: whether the last of an item's whole splits merges
+    them as they come (see _collect), else that which arrives last.
     """
 
     rows: int
@@ -54,7 +54,7 @@ class DecodeLaunch(NamedTuple):
     tma: bool
     q_columns: int
     pdl: bool
-    early: bool
+    next_after: Literal["keys", "partials", "end"]
     collects: bool
 
 
@@ -152,17 +152,24 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     q_columns = 16 * num_warps // triton.next_power_of_2(rows)
     if q_columns < 8 or head_dim > 128 or (not single and device.capability < (9, 0)):
         q_columns = 256
+    # One thread for each four columns: a thread that waits for several would do so one after the other.
+    collects = triton.next_power_of_2(rows) * triton.next_power_of_2(head_dim) <= 4 * 32 * num_warps
+    # The next launch's programs take the places that come free first, several on one multiprocessor and none on
+    # another: a loss unless there is room for them, or one fills a multiprocessor, or they have little to read.
+    if pdl and (tma or roomy or keys_per_sm <= 160):
+        next_after = "keys"
+    elif pdl and collects and not single and keys_per_sm <= 700:
+        next_after = "partials"
+    else:
+        next_after = "end"
     return DecodeLaunch(
         rows, keys, num_warps, num_stages, programs_per_sm, min_tiles, few_splits,
         interleaved=not (single and far),
         tma=tma,
         q_columns=q_columns,
         pdl=pdl,
-        # The next launch's programs take the places that come free first, several on one multiprocessor and none on
-        # another: a loss unless there is room for them, or one fills a multiprocessor.
-        early=pdl and (tma or roomy or keys_per_sm <= 160),
-        # One thread for each four columns: a thread that waits for several would do so one after the other.
-        collects=triton.next_power_of_2(rows) * triton.next_power_of_2(head_dim) <= 4 * 32 * num_warps,
+        next_after=next_after,
+        collects=collects,
     )  # fmt: skip
 
 
@@ -423,7 +430,7 @@ def _split_options(choice, num_programs, B, Hq, Hkv, D, per_sequence):
         "Q_COLUMNS": choice.q_columns,
         "SPLITS_PER_ITEM": whole_splits, "INTERLEAVED": choice.interleaved,
         "B_PAD": triton.next_power_of_2(B), "PER_SEQUENCE": per_sequence,
-        "NUM_STAGES": choice.num_stages, "EARLY": choice.early,
+        "NUM_STAGES": choice.num_stages, "NEXT_AFTER": choice.next_after,
         "COLLECT": collect_ptx(block_s, distance) if choice.collects and whole_splits else None, "PDL": choice.pdl,
         **launch_options(choice.pdl, num_warps=choice.num_warps),
     }  # fmt: skip

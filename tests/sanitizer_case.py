@@ -40,13 +40,14 @@ def decode_attention_cases():
 
 
 def one_sequence_cases():
-    """Whole splits, as batch 1 takes them: in turn and in runs, with early launches, by tensor descriptors."""
+    """Whole splits, as batch 1 takes them: in turn and in runs, the next launch soon, by tensor descriptors."""
     device = device_info(DEVICE)
     for Hq, Hkv, D in ((4, 4, 96), (8, 2, 128)):
         q = torch.randn(1, Hq, D, dtype=torch.float16, device=DEVICE)
         k, v = (torch.randn(1, Hkv, 300, D, dtype=torch.float16, device=DEVICE) for _ in range(2))
         choice = choose_launch(1, Hkv, Hq // Hkv, D, 2, 300, device, block_t=32)._replace(min_tiles=1, few_splits=4)
-        choices = [choice._replace(interleaved=turn, early=choice.pdl) for turn in (True, False)]
+        soon = ("keys", "partials") if choice.pdl else ("end", "end")
+        choices = [choice._replace(interleaved=n == 0, next_after=soon[n]) for n in range(2)]
         if Hq == Hkv and tma_fits(device, k, v):
             choices += [one._replace(tma=True) for one in choices]
         for one in choices:

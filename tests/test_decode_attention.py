@@ -416,7 +416,7 @@ def test_tensor_descriptors(head_dim, interleaved, device):
     choice = choose_launch(1, 32, 1, head_dim, 2, 131072, H200, block_t=64, tma=True)
     assert choice.tma and choice.block_t == 128
     small = {"block_t": 32, "num_warps": 2} if not ON_GPU else {}
-    choice = choice._replace(min_tiles=1, pdl=pdl_supported(device_info(device)), early=ON_GPU, **small)
+    choice = choice._replace(min_tiles=1, pdl=pdl_supported(device_info(device)), next_after="keys" if ON_GPU else "end", **small)
     tile = choice.block_t
     with nullcontext() if ON_GPU else pretend_device(H200):
         for lengths in ([tile], [1], [2 * tile + 1] * 2, [4 * tile - 1, 3 * tile], [0, 5 * tile]):
@@ -687,13 +687,15 @@ def test_tiles_in_turn_in_the_measured_range():
     assert all(launch_choice(8, 4, 128, T).interleaved for T in (512, 2048, 8192, 131072))
 
 
-def test_early_launch_where_there_is_room_or_programs_are_large(launches_next):
-    early = [launch_choice(32, 1, 96, T, tma=True).early for T in (128, 512, 1024, 2048, 8192, 16384, 131072)]
-    assert early == [True, True, False, True, True, True, True]
-    assert not launch_choice(32, 1, 96, 131072).early, "pointers only: two programs fill each multiprocessor"
-    assert not launch_choice(32, 1, 96, 2048, batch=2).early
-    assert [launch_choice(8, 4, 128, T).early for T in (128, 2048, 4096, 131072)] == [True, True, False, False]
-    assert not launch_choice(8, 4, 128, 128, device=NO_GPU).early
+def test_when_the_next_launch_comes(launches_next):
+    after = [launch_choice(32, 1, 96, T, tma=True).next_after for T in (128, 512, 1024, 2048, 8192, 16384, 131072)]
+    assert after == ["keys", "keys", "end", *["keys"] * 4]
+    assert launch_choice(32, 1, 96, 131072).next_after == "end", "pointers only: two programs fill each multiprocessor"
+    assert launch_choice(32, 1, 96, 2048, batch=2).next_after == "end"
+    after = [launch_choice(8, 4, 128, T).next_after for T in (128, 2048, 4096, 8192, 16384)]
+    assert after == ["keys", "keys", "partials", "partials", "end"]
+    assert launch_choice(8, 4, 128, 128, device=NO_GPU).next_after == "end"
+    assert launch_choice(1, 33, 256, 65536).next_after == "end", "nothing is collected"
 
 
 def test_tensor_descriptors_where_they_gain():
@@ -786,7 +788,7 @@ RARE = (
     (16, 4, 256, torch.float16, 0),
     (8, 8, 256, torch.float16, 0),
     (8, 8, 200, torch.float16, 0),
-    (33, 1, 256, torch.float16, 0),
+    (33, 1, 256, torch.float16, 16),
     (71, 1, 64, torch.float16, 32),
     (32, 32, 96, torch.float32, 32),
     (16, 8, 256, torch.float32, 256),

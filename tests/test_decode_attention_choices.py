@@ -14,26 +14,30 @@ pytest_plugins = ["tests.fake_gpu"]
 
 
 def test_changes_have_the_fields_types():
-    changed = script.changes("early=1,splits=6,programs_per_sm=1.75,num_stages=5")
-    assert changed == {"early": True, "splits": 6, "programs_per_sm": 1.75, "num_stages": 5}
-    assert changed["early"] is True
+    text = "interleaved=1,splits=6,programs_per_sm=1.75,next_after=partials"
+    changed = script.changes(text)
+    assert changed == {"interleaved": True, "splits": 6, "programs_per_sm": 1.75, "next_after": "partials"}
+    assert changed["interleaved"] is True and script.label(changed) == text
     with pytest.raises(argparse.ArgumentTypeError, match=r"'stages=3' sets none of rows, block_t, .*, splits"):
-        script.changes("early=1,stages=3")
-    with pytest.raises(argparse.ArgumentTypeError, match=r"'early': expected a number after early="):
-        script.changes("early")
+        script.changes("tma=1,stages=3")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"'tma': expected a number after tma="):
+        script.changes("tma")
+    for value in ("1", "never", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"expected keys, partials or end after next_after="):
+            script.changes(f"next_after={value}")
     for text in (*script.CHANGES, *script.TINY_CHANGES):
         assert script.changes(text)
 
 
 def test_a_contender_is_the_choice_but_for_its_changes(monkeypatch):
     asked = []
-    chosen = DecodeLaunch(4, 32, 4, 4, 1, 6, 8, True, False, 16, False, False, False)
+    chosen = DecodeLaunch(4, 32, 4, 4, 1, 6, 8, True, False, 16, False, "end", False)
     monkeypatch.setattr(script, "default_launch", lambda q, k, v: chosen)
     monkeypatch.setattr(script, "_launch", lambda q, k, v, n, *options, **launch: asked.append((n, options, launch)))
     ((q, k, v),), _ = script.step4.make_inputs(script.step4.TINY_SHAPES[1], 40, 1, script.torch.float32, "cpu")
-    script.contender({"early": True, "splits": 3})(q, k, v)
+    script.contender({"next_after": "keys", "splits": 3})(q, k, v)
     script.contender({"num_stages": 2})(q, k, v)
-    assert asked[0] == (40, (None, None, None), {"choice": chosen._replace(early=True), "num_programs": 3 * 2})
+    assert asked[0] == (40, (None, None, None), {"choice": chosen._replace(next_after="keys"), "num_programs": 3 * 2})
     programs = choose_num_programs(chosen, 1, 2, 2, 40, device_info(q.device).sm_count)
     assert asked[1][2] == {"choice": chosen._replace(num_stages=2), "num_programs": programs}
 
@@ -66,14 +70,14 @@ def test_measured_rows(monkeypatch, fake_gpu, capsys):
 
     monkeypatch.setattr(script, "contender", contender)
     monkeypatch.setattr(script.step4, "SHAPES", script.step4.TINY_SHAPES)
-    assert fake_gpu.run(script, "splits=9", "early=1", "--lengths", "40", "--shapes", "1")
+    assert fake_gpu.run(script, "splits=9", "next_after=keys", "--lengths", "40", "--shapes", "1")
     rows = {row["case"]["contender"]: row for row in fake_gpu.rows("decode_attention_choices")}
     passed = {name for name, row in rows.items() if row["status"] == common.PASSED}
-    assert passed == {script.TAKEN, "early=1", script.step4.READ} and len(rows) == 4
+    assert passed == {script.TAKEN, "next_after=keys", script.step4.READ} and len(rows) == 4
     assert "out of resource: shared memory" in rows["splits=9"]["reason"]
     assert "launch" in capsys.readouterr().out
     monkeypatch.setattr(script, "contender", lambda changed: contender({"splits": 9}))
-    assert not fake_gpu.run(script, "early=1", "--lengths", "40", "--shapes", "1")
+    assert not fake_gpu.run(script, "next_after=keys", "--lengths", "40", "--shapes", "1")
 
 
 def test_out_of_memory_is_a_row(monkeypatch, fake_gpu):
