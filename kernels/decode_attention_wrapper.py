@@ -66,8 +66,8 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     wanted through pointers (config.BLOCK_T); tensor descriptors take twice as much. tma: whether these may be used.
 
     Measured on NVIDIA H200s, 2026-11-30, float16, batch 1, PDL, microseconds per call with cold caches (keys per tile,
-    warps, stages, splits per head; "turn": a split takes tiles in turn, else a run of them; "early"; "TMA"; another
-    number of splits in brackets). From several machines, which differ by up to 3 %:
+    warps, stages, splits per head; "turn": a split takes tiles in turn, else a run of them; "early": the next launch
+    after the keys; "TMA"; another number of splits in brackets). From several machines, which differ by up to 3 %:
 
         32 heads of 96 (Phi-3 Mini)       T = 128  256      512      1024   2048  4096  8192  16384  32768  131072
         64, 4, 3, 1, early                3.03     4.58
@@ -90,7 +90,9 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
         64, 8, 3, 16, turn                                                  7.43 [11] 9.74 13.3 21.8 36.5
 
     All of these merged splits by the counter: collected, 32/32 gains 0.3 to 1.2 from 512 on, 32/8 0.1 to 0.8 from 2048
-    on. That, other splits, pipelines, groups and head_dims, and what tensor descriptors and an early launch cost
+    on. Then, with the next launch after keys / partials / end, 32/32 takes 6.39 / 6.56 / 6.76 at 1024 and 26.67 / 27.22
+    / 27.40 at 8192, 32/8 6.16 / 6.36 / 6.88 at 2048, 8.74 / 7.99 / 8.54 at 4096, 13.30 / 11.69 / 12.23 at 8192 and
+    22.92 / 20.54 / 20.34 at 16384. Other splits, pipelines, groups and head_dims, and what tensor descriptors cost
     elsewhere, are in benchmarks/LOG.md.
     """
     # A program's rows are its accumulator, which must not spill: an MQA model with many heads takes several programs.
@@ -156,9 +158,9 @@ def choose_launch(batch, num_kv_heads, group_size, head_dim, dtype_bytes, max_le
     collects = triton.next_power_of_2(rows) * triton.next_power_of_2(head_dim) <= 4 * 32 * num_warps
     # The next launch's programs take the places that come free first, several on one multiprocessor and none on
     # another: a loss unless there is room for them, or one fills a multiprocessor, or they have little to read.
-    if pdl and (tma or roomy or keys_per_sm <= 160):
+    if pdl and (tma or roomy or keys_per_sm <= (400 if single else 160)):
         next_after = "keys"
-    elif pdl and collects and not single and keys_per_sm <= 700:
+    elif pdl and collects and keys_per_sm <= 600:
         next_after = "partials"
     else:
         next_after = "end"
