@@ -804,7 +804,7 @@ def _decode_attention_split_kernel(
     PER_SEQUENCE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    NEXT_AFTER: tl.constexpr,
+    NEXT_AFTER: tl.constexpr,  # when the next launch may start (PDL): "keys", "partials" or "end", see DecodeLaunch
     COLLECT: tl.constexpr,  # collect_ptx(BLOCK_S, bytes between two programs' partials): see _collect; or None
     PDL: tl.constexpr,
 ):  # fmt: skip
