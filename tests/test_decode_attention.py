@@ -777,7 +777,7 @@ def test_compiles_without_spills(capability, shapes):
     run_python(
         AOT
         + f"""
-from kernels.device import SHARED_MEMORY
+from kernels.device import SHARED_MEMORY, TRITON_VERSION
 capability = {capability}
 LENGTHS = torch.zeros(2, dtype=torch.int32)
 COMMON = (
@@ -789,7 +789,7 @@ RARE = (
     (16, 4, 256, torch.float16, 0),
     (8, 8, 256, torch.float16, 0),
     (8, 8, 200, torch.float16, 0),
-    (33, 1, 256, torch.float16, 16),
+    (33, 1, 256, torch.float16, 16 if capability == (8, 0) and TRITON_VERSION < (3, 7) else 0),
     (71, 1, 64, torch.float16, 32),
     (32, 32, 96, torch.float32, 32),
     (16, 8, 256, torch.float32, 256),

@@ -451,9 +451,10 @@ AOT_SCRIPT = """
                 assert kernel.shared_memory <= SHARED_MEMORY[capability], case
                 # Local memory is allowed without tensor cores (float32, and all Triton code for sm_75, where no tile
                 # at all fits the registers at head_dim above 128), and where rows that are no multiple of 16 elements
-                # make every element a load of its own. Triton 3.6 leaves two registers too few at head_dim 96.
+                # make every element a load of its own. Triton 3.6 runs out of registers by two in one case.
                 plain = dtype == "float32" or capability == (7, 5)
-                allowed = 32 if plain else 192 if D % 16 else 0 if TRITON_VERSION >= (3, 7) else 8
+                short = TRITON_VERSION < (3, 7) and (capability, D) == ((9, 0), 96) and "dk_dv" in kernel.name
+                allowed = 32 if plain else 192 if D % 16 else 8 if short else 0
                 assert kernel.spill_bytes <= allowed or (capability == (7, 5) and D > 128), case
                 if capability == (9, 0) and dtype != "float32" and "rows" not in kernel.name:
                     assert "wgmma.mma_async" in kernel.ptx and "cp.async.bulk.tensor" in kernel.ptx, case
