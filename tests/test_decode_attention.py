@@ -518,6 +518,41 @@ def test_graph_replays_with_a_growing_length(Hq, Hkv, D, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "Hq, Hkv, D, T_max, next_after",
+    (
+        (32, 32, 96, 2048, "keys"),
+        (32, 8, 128, 2048, "keys"),
+        (32, 8, 128, 8192, "partials"),
+        (32, 8, 128, 16384, "end"),
+    ),
+)
+def test_launches_that_overlap_in_a_graph(Hq, Hkv, D, T_max, next_after, device):
+    """Eight launches behind one another, as the layers of a step, share the workspace while the length grows."""
+    layers = [make_inputs(1, Hq, Hkv, D, T_max, dtype=torch.float16, device=device) for _ in range(8)]
+    if pdl_supported(device_info(device)) and device_info(device).sm_count == 132:
+        assert wrapper.default_launch(*layers[0]).next_after == next_after
+    length = torch.ones(1, dtype=torch.int32, device=device)
+    outs = [torch.full_like(q, float("nan")) for q, _, _ in layers]
+    graph = torch.cuda.CUDAGraph()
+    decode_attention(*layers[0], length, out=outs[0])
+    with torch.cuda.graph(graph):
+        for inputs, out in zip(layers, outs, strict=True):
+            decode_attention(*inputs, length, out=out)
+    for value in range(1, T_max + 1, T_max // 256):
+        length.fill_(value)
+        runs = []
+        for _ in range(2):
+            for out in outs:
+                out.fill_(float("nan"))
+            graph.replay()
+            runs.append(torch.stack(outs))
+        singles = [decode_attention_with_lse(*inputs, length, num_programs=0)[0] for inputs in layers]
+        assert (runs[0].float() - torch.stack(singles).float()).abs().max() <= 2e-3, f"length {value}; NaN fails too"
+        assert torch.equal(*runs), f"length {value}"
+
+
+@pytest.mark.gpu
 def test_capture_before_the_first_call_is_refused(device):
     inputs = make_inputs(1, 4, 4, 64, 128, dtype=torch.float16, device=device)
     decode_attention(*inputs, 100)
